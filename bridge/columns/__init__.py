@@ -1,0 +1,1 @@
+"""What each column becomes: one contract, and a file for each target."""

@@ -1,0 +1,78 @@
+"""Everything `bridge` raises on purpose.
+
+A class of its own exists only where a caller would act differently; each also inherits the built-in that fits, so
+`except FileNotFoundError` or `except ValueError` keeps working.
+
+    BridgeError
+    ├── ConfigError (ValueError)                  a setting, a profile or an environment variable is wrong
+    ├── MissingDependencyError (ImportError)      an extra is not installed
+    ├── EngineError (RuntimeError)                the Spark side failed
+    │   ├── EngineUnavailableError (ConnectionError)  no engine could be started or reached
+    │   └── EngineSilentError (TimeoutError)      a server stopped answering in the middle of a job
+    ├── SourceError (ValueError)                  what was asked for cannot be read as asked
+    │   └── SourceNotFoundError (LookupError)     no such table, column, schema or version
+    ├── TableTooLargeError (MemoryError)          more bytes than the ceiling allows
+    ├── LossyConversionError (TypeError)          a target cannot hold a column's values
+    ├── VolumeError (OSError)                     a place cannot be read or written
+    ├── ExportError (RuntimeError)                an export could not be completed
+    │   └── ExportNotFoundError (FileNotFoundError)   no complete export is there
+    └── CorruptFileError (OSError)                bytes differ from what was recorded when they were written
+"""
+
+from __future__ import annotations
+
+
+class BridgeError(Exception):
+    """Root of all errors that `bridge` raises on purpose."""
+
+
+class ConfigError(BridgeError, ValueError):
+    """A setting, a profile or an environment variable is wrong."""
+
+
+class MissingDependencyError(BridgeError, ImportError):
+    """A call needs a package that is not installed; the message names the extra that brings it."""
+
+
+class EngineError(BridgeError, RuntimeError):
+    """The Spark side failed."""
+
+
+class EngineUnavailableError(EngineError, ConnectionError):
+    """No engine could be started or reached."""
+
+
+class EngineSilentError(EngineError, TimeoutError):
+    """A server stopped answering in the middle of a job."""
+
+
+class SourceError(BridgeError, ValueError):
+    """What was asked for cannot be read as asked."""
+
+
+class SourceNotFoundError(SourceError, LookupError):
+    """No such table, column, schema or version."""
+
+
+class TableTooLargeError(BridgeError, MemoryError):
+    """A result holds more bytes than the ceiling allows."""
+
+
+class LossyConversionError(BridgeError, TypeError):
+    """A target cannot hold a column's values without losing something."""
+
+
+class VolumeError(BridgeError, OSError):
+    """A place cannot be read or written."""
+
+
+class ExportError(BridgeError, RuntimeError):
+    """An export could not be completed; nothing of it is visible to readers."""
+
+
+class ExportNotFoundError(ExportError, FileNotFoundError):
+    """No complete export is there."""
+
+
+class CorruptFileError(BridgeError, OSError):
+    """Bytes differ from what was recorded when they were written."""

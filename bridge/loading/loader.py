@@ -1,0 +1,135 @@
+"""Batches of tensors, in a given order, with the next window decoded while one is used."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from bridge.columns.arrays import pick_column
+from bridge.columns.tensors import import_torch, to_torch, to_torch_matrix
+from bridge.loading.order import Window, windows
+from bridge.loading.parquet import RowGroups
+
+_END = object()
+
+
+class DataLoader:
+    """Iterates over batches of a table; made by `Table.to_loader`.
+
+    A batch is a dict of tensors (lists for strings and binary), or (X, y) when features and a label are named. Every
+    row comes once an epoch; the last batch may be shorter unless `drop_last`. The order is a function of the table's
+    row groups, `seed`, the epoch and `shuffle_window`; call `set_epoch` before each epoch for another one.
+    """
+
+    def __init__(
+        self,
+        row_groups: RowGroups,
+        *,
+        batch_size: int = 1024,
+        features: Sequence[str] | None = None,
+        label: str | None = None,
+        dtype: Any = None,
+        shuffle: bool = False,
+        shuffle_window: int = 200_000,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("shuffle_window", shuffle_window)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; give a whole number of rows, 1 or more.")
+        if features is None and (label is not None or dtype is not None):
+            raise ValueError("label and dtype go with features: name the columns that make X.")
+        import_torch()
+        for name in (*(features or ()), *([label] if label else [])):
+            pick_column(row_groups.schema.empty_table(), name)
+        self._row_groups = row_groups
+        self._batch_size = batch_size
+        self._features = features
+        self._label = label
+        self._dtype = dtype
+        self._shuffle = shuffle
+        self._shuffle_window = shuffle_window
+        self._seed = seed
+        self._drop_last = drop_last
+        self._epoch = 0
+
+    def __len__(self) -> int:
+        """Steps of an epoch."""
+        rows = sum(self._row_groups.row_counts)
+        return rows // self._batch_size if self._drop_last else -(-rows // self._batch_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next epoch; it takes effect when iteration starts."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        planned = windows(
+            self._row_groups.row_counts,
+            shuffle=self._shuffle,
+            shuffle_window=self._shuffle_window,
+            seed=self._seed,
+            epoch=self._epoch,
+        )
+        rest: pa.Table | None = None
+        for window in _decoded_ahead(self._read, planned):
+            table = window if rest is None else pa.concat_tables([rest, window])
+            whole = table.num_rows // self._batch_size * self._batch_size
+            for start in range(0, whole, self._batch_size):
+                yield self._batch(table.slice(start, self._batch_size))
+            rest = table.slice(whole) if whole < table.num_rows else None
+        if rest is not None and not self._drop_last:
+            yield self._batch(rest)
+
+    def _read(self, window: Window) -> pa.Table:
+        tables = [self._row_groups.read(index) for index in window.groups]
+        table = pa.concat_tables(tables)
+        if self._features is not None:
+            wanted = dict.fromkeys([*self._features, *([self._label] if self._label else [])])
+            table = table.select(list(wanted))
+        # Rows are moved once for the window, so that each batch is a slice of it and no copy.
+        return table.combine_chunks() if window.permutation is None else table.take(window.permutation).combine_chunks()
+
+    def _batch(self, rows: pa.Table) -> Any:
+        if self._features is None:
+            return to_torch(rows)
+        matrix, target = to_torch_matrix(rows, self._features, self._label, self._dtype)
+        return matrix if self._label is None else (matrix, target)
+
+
+def _decoded_ahead(read: Any, planned: Iterator[Window]) -> Iterator[pa.Table]:
+    """Yield each window's rows while a thread reads the next one."""
+    ready: queue.Queue[Any] = queue.Queue(1)
+    stopped = threading.Event()
+
+    def work() -> None:
+        try:
+            for window in planned:
+                if not _put(ready, read(window), stopped):
+                    return
+            _put(ready, _END, stopped)
+        except BaseException as exc:  # carried to the consumer, who raises it
+            _put(ready, exc, stopped)
+
+    threading.Thread(target=work, name="bridge-decode", daemon=True).start()
+    try:
+        while (item := ready.get()) is not _END:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+
+
+def _put(ready: queue.Queue[Any], item: Any, stopped: threading.Event) -> bool:
+    """Hand `item` over; False where nobody wants it any more."""
+    while not stopped.is_set():
+        try:
+            ready.put(item, timeout=0.1)
+            return True
+        except queue.Full:
+            continue
+    return False

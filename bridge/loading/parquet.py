@@ -1,0 +1,99 @@
+"""Row groups out of an export, each checked against the manifest when it is read."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from bridge.columns.contract import conform
+from bridge.errors import CorruptFileError
+from bridge.manifest import Manifest, Shard
+from bridge.volumes.digest import read_range
+
+
+class RowGroups(Protocol):
+    """Rows in groups that are read one at a time: what a loader needs to know of a table."""
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The types of every group's rows."""
+
+    @property
+    def row_counts(self) -> list[int]:
+        """The rows of each group, in order."""
+
+    def read(self, index: int) -> pa.Table:
+        """Return the rows of one group, in `schema`."""
+
+
+class ExportedRowGroups:
+    """The row groups of an export's shards, in the order of the manifest."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._folder = folder
+        self._manifest = manifest
+        self._places = [(shard, index) for shard in manifest.shards for index in range(len(shard.row_groups))]
+        self._footers: dict[str, pq.FileMetaData] = {}
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The manifest's schema."""
+        return self._manifest.schema
+
+    @property
+    def row_counts(self) -> list[int]:
+        """The rows of each row group."""
+        return [shard.row_groups[index].num_rows for shard, index in self._places]
+
+    def read(self, index: int) -> pa.Table:
+        """Read one row group with one pass over its bytes.
+
+        Raises:
+            CorruptFileError: The file is missing, shorter than it was, or its bytes differ from what was written.
+        """
+        shard, group = self._places[index]
+        path = self._folder / shard.name
+        table, self._footers[shard.name] = _read_row_group(path, shard, group, self._footers.get(shard.name))
+        return conform(table, self.schema, path.name)
+
+
+def _read_row_group(
+    path: Path, shard: Shard, index: int, footer: pq.FileMetaData | None
+) -> tuple[pa.Table, pq.FileMetaData]:
+    """Decode a row group from memory that holds its bytes, and the footer's, at the places they have in the file.
+
+    Pages of the map that are not filled cost nothing. What is decoded is thus exactly what was checked, and the file
+    itself is never mapped: a file that is cut while mapped kills the process.
+    """
+    group = shard.row_groups[index]
+    memory = mmap.mmap(-1, max(shard.num_bytes, 1))
+    view = memoryview(memory)
+    try:
+        file = os.open(path, os.O_RDONLY)
+    except FileNotFoundError as exc:
+        raise CorruptFileError(
+            f"{path} is gone, though the export's manifest lists it.\n  Export again with reuse=False, or restore the file."
+        ) from exc
+    try:
+        if footer is None:
+            footer_bytes = view[shard.footer_start : shard.num_bytes]
+            read_range(file, path, shard.footer_start, footer_bytes, shard.footer_digest)
+        read_range(file, path, group.start, view[group.start : group.stop], group.digest)
+    finally:
+        os.close(file)
+    parquet = pq.ParquetFile(pa.BufferReader(pa.py_buffer(view)), metadata=footer)
+    return parquet.read_row_group(index, use_threads=True), parquet.metadata
+
+
+def stream_row_groups(row_groups: list[tuple[Path, Manifest, int]]) -> Iterator[tuple[str, pa.Table]]:
+    """Yield a key and the rows of each row group (folder, manifest, index): the form in which datasets streams."""
+    opened: dict[Path, ExportedRowGroups] = {}
+    for folder, manifest, index in row_groups:
+        groups = opened.setdefault(folder, ExportedRowGroups(folder, manifest))
+        yield str(index), groups.read(index)

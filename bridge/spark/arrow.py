@@ -1,0 +1,47 @@
+"""Spark types as Arrow types: one schema for a table, whatever a batch happens to hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from bridge.errors import SourceError
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+
+def arrow_schema(schema: StructType, name: str) -> pa.Schema:
+    """Return the Arrow schema of the rows that `name` gives.
+
+    Instants are microseconds in UTC, whatever the session's zone. Every field may hold nulls, since engines differ in
+    what they promise (map keys excepted, which never do).
+
+    Raises:
+        SourceError: A column's type has no Arrow form that is the same on every engine.
+    """
+    from pyspark.errors import PySparkException
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    fields = []
+    for column in schema.fields:
+        try:
+            arrow = to_arrow_type(column.dataType, timezone="UTC")
+        except (PySparkException, NotImplementedError) as exc:
+            raise SourceError(
+                f"{name}: column {column.name!r} is {column.dataType.simpleString()}, which cannot be carried as it is.\n"
+                "  Leave it out with columns=, or cast it to STRING in a DataFrame and pass that."
+            ) from exc
+        fields.append(pa.field(column.name, _nullable(arrow)))
+    return pa.schema(fields)
+
+
+def _nullable(arrow: pa.DataType) -> pa.DataType:
+    if pa.types.is_struct(arrow):
+        return pa.struct([pa.field(child.name, _nullable(child.type)) for child in arrow])
+    if pa.types.is_map(arrow):
+        return pa.map_(_nullable(arrow.key_type), _nullable(arrow.item_type))
+    if pa.types.is_list(arrow):
+        return pa.list_(_nullable(arrow.value_type))
+    return arrow

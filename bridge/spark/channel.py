@@ -1,0 +1,82 @@
+"""Opening a Spark Connect session on a server that listens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import urllib.request
+from typing import TYPE_CHECKING
+from urllib.parse import urlparse
+
+from bridge.config import redact
+from bridge.errors import EngineUnavailableError, MissingDependencyError
+from bridge.spark.failures import quiet, reason
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+# One message holds at least one record batch, so pyspark's own limit of 128 MiB refuses tables of large rows.
+_NO_LIMIT = -1
+
+
+def open_session(remote: str, *, timeout_s: float = 30.0) -> SparkSession:
+    """Return a new session on the server at `remote`, an `sc://` address.
+
+    Raises:
+        EngineUnavailableError: Nothing listens there, or what listens does not answer within `timeout_s`.
+        MissingDependencyError: pyspark is not installed.
+    """
+    try:
+        from pyspark.sql.connect.client import DefaultChannelBuilder
+        from pyspark.sql.connect.session import SparkSession
+    except ImportError as exc:
+        raise MissingDependencyError(
+            'a Spark Connect session needs pyspark with its Connect client.\n  pip install "spark-training-bridge[local]" (no Java) or "spark-training-bridge[spark]".'
+        ) from exc
+    _knock(remote, timeout_s)
+    # pyspark.sql.functions chooses between its two implementations by this variable, which pyspark's own builder sets
+    # too; that builder takes no channel options.
+    os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
+    builder = DefaultChannelBuilder(remote, [("grpc.max_receive_message_length", _NO_LIMIT)])
+    spark: SparkSession = SparkSession.builder.channelBuilder(builder).create()
+    _greet(spark, remote, timeout_s)
+    return spark
+
+
+def _knock(remote: str, timeout_s: float) -> None:
+    """Fail at once where nothing listens: the client itself retries for minutes."""
+    url = urlparse("http" + remote[2:])
+    host, port = url.hostname or "", url.port or 15002
+    if urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
+        return
+    try:
+        socket.create_connection((host, port), timeout=min(timeout_s, 10.0)).close()
+    except OSError as exc:
+        raise EngineUnavailableError(
+            f"no Spark Connect server answers at {redact(remote)}: {exc.strerror or exc}.\n"
+            '  Start one, correct the address, or use the embedded engine: bridge.connect("sail").'
+        ) from exc
+
+
+def _greet(spark: SparkSession, remote: str, timeout_s: float) -> None:
+    """Ask for the server's version, so that a port of something else is named as such within `timeout_s`."""
+    outcome: list[BaseException | None] = []
+
+    def ask() -> None:
+        try:
+            with quiet():
+                _ = spark.version
+            outcome.append(None)
+        except Exception as exc:  # carried to the caller's thread
+            outcome.append(exc)
+
+    thread = threading.Thread(target=ask, name="bridge-greet", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if outcome and outcome[0] is None:
+        return
+    seen = reason(outcome[0]) if outcome and outcome[0] is not None else f"no answer within {timeout_s:.0f} s"
+    raise EngineUnavailableError(
+        f"{redact(remote)} did not answer as a Spark Connect server: {seen}\n  Check the address, the token and use_ssl."
+    )

@@ -1,0 +1,203 @@
+"""Sessions: which one is used, and what this process started."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import sys
+import weakref
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bridge.config import Settings, load_settings, redact
+from bridge.errors import ConfigError, EngineUnavailableError, MissingDependencyError
+from bridge.spark.channel import open_session
+from bridge.spark.engines import Engine
+from bridge.spark.engines.history import HistoryEngine
+from bridge.spark.engines.sail import EmbeddedSail, SailEngine
+from bridge.spark.failures import translated
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+_DATABRICKS_HOSTS = (".databricks.com", ".azuredatabricks.net", ".databricks.us", ".databricks.azure.us", ".databricks.azure.cn")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A session, the kind of server behind it, and how to say where it is.
+
+    `is_embedded` is true for the engine in this process.
+    """
+
+    spark: SparkSession
+    engine: Engine
+    address: str
+    is_embedded: bool = False
+
+    @cached_property
+    def user(self) -> str:
+        """Who asks, as the server knows them; "" where it knows nobody."""
+        with translated(f"the session on {self.address}"):
+            return str(self.spark.sql("SELECT current_user()").collect()[0][0] or "")
+
+
+# What this process started or looked at. A server costs seconds to start, and one must not be started twice for the
+# same remote; nothing else of `bridge` lives from call to call.
+_opened: dict[str, Connection] = {}
+_known: weakref.WeakKeyDictionary[Any, Connection] = weakref.WeakKeyDictionary()
+_servers: dict[str, Any] = {}
+
+
+def connect(remote: str | None = None, *, profile: str | None = None) -> SparkSession:
+    """Return a Spark Connect session, opening one if needed.
+
+    The first of these that there is: `remote` (or BRIDGE_REMOTE, or that of a `profile` named here); the session that
+    is active in this process; SPARK_REMOTE; Databricks, where databricks-connect is installed and configured; the
+    profile of BRIDGE_PROFILE; the embedded engine. A second call with the same answer returns the same session. What
+    was started here is stopped when the process ends; other sessions are never stopped, and none is reconfigured.
+
+    Args:
+        remote: `sail` (embedded, no Java); `local[N]`, `local[*]` or `local-cluster[N,cores,MB]` (Apache Spark in a
+            process of its own, Java 17); `sc://host:port` (a server); `databricks` or `databricks://PROFILE`.
+        profile: A file of settings in $BRIDGE_CONF, ./conf or the package: "local", "cluster", "databricks".
+
+    The tables of the embedded engine live in the folder of the setting `warehouse`. A new schema needs a location in
+    it to keep its tables: `CREATE SCHEMA demo LOCATION '<warehouse>/main/demo'`.
+
+    Raises:
+        EngineUnavailableError: Nothing listens at the address, Java is missing, or a server does not start.
+        MissingDependencyError: The extra that brings the engine is not installed.
+        ConfigError: `remote` or `profile` is not known.
+
+    Example:
+        >>> import bridge
+        >>> bridge.connect().range(3).count()
+        3
+    """
+    settings = load_settings(profile=profile, remote=remote)
+    named = settings.origins["remote"] in ("keyword", "BRIDGE_REMOTE") or profile is not None
+    return _resolve(settings, settings.remote if named else None).spark
+
+
+def attach(spark: SparkSession | None, settings: Settings) -> Connection:
+    """Return the connection of `spark`, or the one that `connect` would give."""
+    if spark is None:
+        named = settings.origins["remote"] in ("keyword", "BRIDGE_REMOTE")
+        return _resolve(settings, settings.remote if named else None)
+    if not hasattr(spark, "client") or not hasattr(spark, "session_id"):
+        raise _classic_session()
+    if spark not in _known:
+        _known[spark] = _look_at(spark)
+    return _known[spark]
+
+
+def _resolve(settings: Settings, named: str | None) -> Connection:
+    if named is None:
+        active = _active_session()
+        if active is not None:
+            return attach(active, settings)
+    remote = named or os.environ.get("SPARK_REMOTE") or _databricks_settings() or settings.remote or "sail"
+    key = f"{remote} {settings.warehouse} {settings.spark_jars}"
+    opened = _opened.get(key)
+    if opened is None or opened.spark.is_stopped:
+        opened = _opened[key] = _open(remote, key, settings)
+        _known[opened.spark] = opened
+    return opened
+
+
+def _open(remote: str, key: str, settings: Settings) -> Connection:
+    if remote == "sail":
+        embedded = _servers.setdefault(key, EmbeddedSail(settings.warehouse))
+        return Connection(embedded.open(), embedded.engine, "embedded", is_embedded=True)
+    if remote.startswith("local"):
+        from bridge.spark.engines.apache import start_server
+
+        server = _servers.get(key)
+        if server is None:
+            server = _servers[key] = start_server(
+                remote, spark_jars=settings.spark_jars, warehouse=settings.warehouse / "spark_catalog"
+            )
+            atexit.register(server.stop)
+        return Connection(open_session(server.remote), HistoryEngine("apache"), remote)
+    if remote.startswith("sc://"):
+        return _look_at(open_session(remote))
+    if remote == "databricks" or remote.startswith("databricks://"):
+        return Connection(_databricks_session(remote), HistoryEngine("databricks"), "databricks")
+    raise ConfigError(f"SPARK_REMOTE is {redact(remote)!r}; give local[*], local-cluster[N,cores,MB] or sc://host:port.")
+
+
+def _look_at(spark: SparkSession) -> Connection:
+    """Find out what serves a session that somebody else opened."""
+    host = str(getattr(spark.client, "host", "") or "")
+    if "DATABRICKS_RUNTIME_VERSION" in os.environ or host.endswith(_DATABRICKS_HOSTS):
+        return Connection(spark, HistoryEngine("databricks"), host or "databricks")
+    with translated(f"the session on {host}"):
+        # Sail answers with its own version here, and with the Spark version it stands for there.
+        is_sail = not spark.sql("SELECT version()").collect()[0][0].startswith(spark.version)
+    return Connection(spark, SailEngine() if is_sail else HistoryEngine("apache"), f"sc://{host}")
+
+
+def _active_session() -> Any:
+    if "pyspark" not in sys.modules:
+        return None
+    from pyspark.errors import PySparkException
+    from pyspark.sql.connect.session import SparkSession
+
+    try:
+        return SparkSession.active()
+    except PySparkException:
+        pass
+    classic = sys.modules.get("pyspark.sql.session")
+    session = getattr(getattr(classic, "SparkSession", None), "_instantiatedSession", None)
+    if session is not None and session._sc._jsc is not None:
+        raise _classic_session()
+    return None
+
+
+def _classic_session() -> EngineUnavailableError:
+    return EngineUnavailableError(
+        "the Spark session is a classic one; bridge reads through Spark Connect.\n"
+        '  Name an engine: bridge.connect("sail"), bridge.connect("local[*]"), bridge.connect("sc://host:15002").'
+    )
+
+
+def _databricks_settings() -> str | None:
+    """Return "databricks" where databricks-connect is installed and something says which workspace."""
+    configured = any(os.environ.get(name) for name in ("DATABRICKS_HOST", "DATABRICKS_CONFIG_PROFILE"))
+    in_workspace = "DATABRICKS_RUNTIME_VERSION" in os.environ
+    if not (configured or in_workspace or Path("~/.databrickscfg").expanduser().is_file()):
+        return None
+    return "databricks" if _has_databricks_connect() else None
+
+
+def _has_databricks_connect() -> bool:
+    try:
+        return importlib.util.find_spec("databricks.connect") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _databricks_session(remote: str) -> SparkSession:
+    """Build the session as https://docs.databricks.com/dev-tools/databricks-connect/cluster-config describes."""
+    if not _has_databricks_connect():
+        raise MissingDependencyError(
+            f'remote "{remote}" needs databricks-connect, which is not installed.\n'
+            '  pip install "spark-training-bridge[databricks]" in an environment without pyspark.'
+        )
+    from databricks.connect import DatabricksSession
+
+    builder = DatabricksSession.builder
+    profile = remote.removeprefix("databricks").removeprefix("://")
+    try:
+        session: SparkSession = (builder.profile(profile) if profile else builder).getOrCreate()
+    except Exception as exc:  # databricks-connect documents no error type of its own
+        raise EngineUnavailableError(
+            f"Databricks could not be reached: {str(exc).splitlines()[0] if str(exc) else type(exc).__name__}\n"
+            "  Set DATABRICKS_HOST and credentials, or DATABRICKS_CONFIG_PROFILE; name a cluster with "
+            "DATABRICKS_CLUSTER_ID or serverless compute with DATABRICKS_SERVERLESS_COMPUTE_ID=auto."
+        ) from exc
+    return session

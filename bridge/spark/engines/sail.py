@@ -1,0 +1,197 @@
+"""Sail: the embedded engine, a Spark Connect server in Rust inside this process (https://docs.lakesail.com)."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import re
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlparse
+
+from bridge.errors import EngineUnavailableError, MissingDependencyError, VolumeError
+from bridge.spark.engines import Pin
+from bridge.spark.failures import quiet
+from bridge.spark.names import quote, sql_string
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyspark.sql import SparkSession
+
+DEFAULT_CATALOG = "main"
+
+# Sail sends at least this many rows in one message; with its default of 8,192 a table of 150 KiB rows makes messages
+# of more than a gigabyte. Collecting is as fast with 1,024.
+_BATCH_ROWS = 1024
+
+_SAFE_PATH = re.compile(r"[A-Za-z0-9_./-]+")
+
+
+class SailEngine:
+    """What Sail does differently: it writes no Parquet where rename is refused, and has no DESCRIBE HISTORY."""
+
+    name = "sail"
+    spark_writes = False
+
+    def pin(
+        self, spark: SparkSession, relation: str, location: str | None, version: int | None, timestamp: str | None
+    ) -> Pin:
+        """Read the newest version from the Delta log itself, which must be on a local disk."""
+        if timestamp is not None:
+            return Pin(None, None, "Sail resolves a timestamp without telling the version")
+        log = _local_path(location) / "_delta_log" if location and _local_path(location) else None
+        if log is None or not log.is_dir():
+            if version is not None:
+                return Pin(version, None, "the version that was asked for")
+            return Pin(None, None, "the Delta log is not on a local disk and Sail has no DESCRIBE HISTORY")
+        versions = {int(name[:20]) for name in os.listdir(log) if re.match(r"\d{20}\.(json|checkpoint)", name)}
+        newest = max(versions, default=None)
+        if newest is None:
+            return Pin(None, None, "the Delta log holds no commit")
+        chosen = newest if version is None else version
+        told = "the newest version when the plan was made" if version is None else "the version that was asked for"
+        return Pin(chosen, _commit_fingerprint(log, chosen), told)
+
+    def exact_rows(self, explained: str) -> int | None:
+        """Trust `Rows=Exact(n)` of the topmost node only; nodes below it stand before filters and joins."""
+        physical = explained.partition("== Physical Plan ==")[2].strip().splitlines()
+        found = re.search(r"statistics=\[Rows=Exact\((\d+)\)", physical[0]) if physical else None
+        return int(found.group(1)) if found else None
+
+    def spark_path(self, path: Path) -> str:
+        """Return `path`, or a symbolic link to it where its name holds what Sail encodes twice (spaces, %, #, ...)."""
+        if _SAFE_PATH.fullmatch(str(path)):
+            return str(path)
+        link = Path(tempfile.gettempdir()) / f"bridge-links-{os.getuid()}" / hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
+        link.parent.mkdir(mode=0o700, exist_ok=True)
+        if link.parent.stat().st_uid != os.getuid():
+            raise VolumeError(f"{link.parent} belongs to somebody else, so no link to {path} can be kept in it.")
+        if not link.is_symlink():
+            link.symlink_to(path, target_is_directory=True)
+        return str(link)
+
+
+class EmbeddedSail:
+    """A Sail server in this process, over a warehouse folder that keeps tables from process to process.
+
+    A table of the warehouse is a folder `<warehouse>/<catalog>/<schema>/<table>`; Sail's catalogs live in memory, for
+    one session, so each session that is opened registers what the folder holds.
+    """
+
+    def __init__(self, warehouse: Path) -> None:
+        self.engine = SailEngine()
+        self._warehouse = warehouse
+        self._server: Any = None
+
+    def open(self) -> SparkSession:
+        """Return a new session in which the tables of the warehouse have their names."""
+        from bridge.spark.channel import open_session
+
+        if self._server is None:
+            self._server = self._start()
+            atexit.register(self.close)
+        host, port = self._server.listening_address
+        spark = open_session(f"sc://{host}:{port}")
+        self._register_warehouse(spark)
+        return spark
+
+    def close(self) -> None:
+        """End the server; its sessions end with it."""
+        if self._server is not None:
+            self._server.stop()
+            self._server = None
+
+    def _start(self) -> Any:
+        try:
+            from pysail.spark import SparkConnectServer
+        except ImportError as exc:
+            raise MissingDependencyError(
+                "the embedded engine needs pysail, which is not installed.\n"
+                '  pip install "spark-training-bridge[local]", or connect to a server: bridge.connect("sc://host:15002").'
+            ) from exc
+        try:
+            self._warehouse.joinpath(DEFAULT_CATALOG, "default").mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise EngineUnavailableError(
+                f"the warehouse {self._warehouse} cannot be made: {exc.strerror}.\n  Set BRIDGE_WAREHOUSE to a folder you may write."
+            ) from exc
+        catalogs = ", ".join(
+            f'{{name="{name}", type="memory", initial_database=["default"]}}' for name in self._catalogs()
+        )
+        settings = {
+            "SAIL_CATALOG__LIST": f"[{catalogs}]",
+            "SAIL_CATALOG__DEFAULT_CATALOG": DEFAULT_CATALOG,
+            "SAIL_EXECUTION__BATCH_SIZE": str(_BATCH_ROWS),
+            "RUST_LOG": "error",
+        }
+        # Sail reads its settings from the environment, once; what the user set stands.
+        added = [name for name in settings if name not in os.environ]
+        os.environ.update({name: settings[name] for name in added})
+        try:
+            server = SparkConnectServer()
+            server.start()
+        finally:
+            for name in added:
+                del os.environ[name]
+        return server
+
+    def _catalogs(self) -> list[str]:
+        return sorted({DEFAULT_CATALOG, *(path.name for path in _folders(self._warehouse))})
+
+    def _register_warehouse(self, spark: SparkSession) -> None:
+        for catalog in _folders(self._warehouse):
+            for schema in _folders(catalog):
+                self._register_schema(spark, catalog.name, schema)
+
+    def _register_schema(self, spark: SparkSession, catalog: str, folder: Path) -> None:
+        schema = _decoded(folder.name)
+        location = sql_string(self.engine.spark_path(folder))
+        if schema == "default":
+            # The one that Sail makes at start has no location, so that tables saved in it would be written into the
+            # working directory. It can only be dropped while another is there.
+            spark.sql(f"CREATE DATABASE IF NOT EXISTS {quote(catalog)}.bridge_start")
+            spark.sql(f"DROP DATABASE {quote(catalog)}.default")
+            spark.sql(f"CREATE DATABASE {quote(catalog)}.default LOCATION {location}")
+            spark.sql(f"DROP DATABASE {quote(catalog)}.bridge_start")
+        else:
+            spark.sql(f"CREATE DATABASE IF NOT EXISTS {quote(catalog)}.{quote(schema)} LOCATION {location}")
+        for table in _folders(folder):
+            name = f"{quote(catalog)}.{quote(schema)}.{quote(_decoded(table.name))}"
+            provider = "DELTA" if (table / "_delta_log").is_dir() else "PARQUET"
+            if provider == "PARQUET" and not any(table.glob("*.parquet")):
+                continue
+            try:
+                with quiet():
+                    spark.sql(f"CREATE TABLE {name} USING {provider} LOCATION {sql_string(self.engine.spark_path(table))}")
+            except Exception as exc:  # whatever is wrong with one table must not take the others' names away
+                warnings.warn(f"{table} could not be registered as {name}: {exc}", RuntimeWarning, stacklevel=2)
+
+
+def _folders(path: Path) -> Iterator[Path]:
+    for child in sorted(path.iterdir()) if path.is_dir() else ():
+        if child.is_dir() and not child.name.startswith((".", "_")):
+            yield child
+
+
+def _decoded(folder_name: str) -> str:
+    """Undo how Sail names the folder of a table: `a b` becomes `au+0020b`."""
+    return re.sub(r"u\+([0-9a-f]{4,6})", lambda match: chr(int(match.group(1), 16)), folder_name)
+
+
+def _local_path(location: str) -> Path | None:
+    parsed = urlparse(location)
+    if parsed.scheme == "":
+        return Path(location)
+    return Path(unquote(parsed.path)) if parsed.scheme == "file" else None
+
+
+def _commit_fingerprint(log: Path, version: int) -> str | None:
+    """Digest the commit file, whose bytes hold times and random file names; None where only a checkpoint is left."""
+    try:
+        return hashlib.blake2b((log / f"{version:020d}.json").read_bytes(), digest_size=16).hexdigest()
+    except OSError:
+        return None

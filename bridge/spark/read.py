@@ -1,0 +1,176 @@
+"""Rows out of Spark: Arrow record batches, in order, that can be stopped on the server at any time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
+
+from bridge.errors import EngineSilentError, EngineUnavailableError, TableTooLargeError
+from bridge.columns.contract import conform
+from bridge.spark.failures import Failure, classify, quiet, reason, translated
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+# Batches that wait for the consumer. Two keep the network busy while one is converted, and bound the memory.
+_AHEAD = 2
+
+_PROBE_TIMEOUT_S = 30.0
+
+_END = object()
+
+
+def stream_batches(
+    frame: DataFrame, schema: pa.Schema, name: str, *, silence_s: float = 60.0
+) -> Iterator[pa.Table]:
+    """Yield the rows of `frame` as tables in exactly `schema`, one for each record batch the server sends.
+
+    Nothing is asked of the server before the first `next`. Closing the iterator interrupts the operation there. At
+    least one table comes, of 0 rows if there are none.
+
+    Args:
+        silence_s: Seconds without a batch after which the server is asked whether it still lives; if it does, the
+            wait goes on.
+
+    Raises:
+        TableTooLargeError: The server refused to send that much (its maxResultSize, or the size of a message).
+        EngineSilentError: The server no longer answers.
+    """
+    spark = frame.sparkSession
+    tag = f"bridge-{uuid.uuid4().hex}"
+    arrived: queue.Queue[Any] = queue.Queue(_AHEAD)
+    stopped = threading.Event()
+    fetcher = threading.Thread(target=_fetch, args=(frame, tag, arrived, stopped), name="bridge-fetch", daemon=True)
+    fetcher.start()
+    finished = False
+    try:
+        while True:
+            try:
+                item = arrived.get(timeout=silence_s)
+            except queue.Empty:
+                _probe(spark, name)
+                continue
+            if item is _END:
+                finished = True
+                return
+            if isinstance(item, BaseException):
+                finished = True
+                _raise(item, name)
+            yield conform(item, schema, name)
+    finally:
+        if not finished:
+            stopped.set()
+            _interrupt(spark, tag)
+            _drain(arrived, fetcher)
+
+
+def _fetch(frame: Any, tag: str, arrived: queue.Queue[Any], stopped: threading.Event) -> None:
+    spark, client = frame.sparkSession, frame.sparkSession.client
+    # Tags belong to the thread, and the request is sent by the first `next`.
+    spark.addTag(tag)
+    batches = None
+    try:
+        with quiet():
+            batches = client.to_table_as_iterator(frame._plan.to_proto(client), frame._plan.observations)
+            for item in batches:
+                if stopped.is_set():
+                    return
+                if isinstance(item, pa.Table):
+                    arrived.put(item)
+        arrived.put(_END)
+    except BaseException as exc:  # carried to the consumer, who raises it
+        # After an interrupt engines raise errors of their own, each a different one: nobody waits for them.
+        if not stopped.is_set():
+            arrived.put(exc)
+    finally:
+        if batches is not None:
+            batches.close()
+        spark.removeTag(tag)
+
+
+def _raise(exc: BaseException, name: str) -> None:
+    failure = classify(exc)
+    if failure is Failure.TOO_LARGE:
+        raise TableTooLargeError(
+            f"{name} is more than the server sends as one result: {reason(exc)}\n"
+            '  Name fewer columns, use limit=, or use route="export".'
+        ) from exc
+    if failure is Failure.UNAVAILABLE:
+        raise EngineUnavailableError(
+            f"{name}: the server went away while rows were being read: {reason(exc)}\n  Connect again and repeat the call."
+        ) from exc
+    with translated(name):
+        raise exc
+
+
+def _probe(spark: SparkSession, name: str) -> None:
+    """Ask a server that has sent nothing for a while whether it lives.
+
+    Raises:
+        EngineSilentError: It does not answer.
+    """
+    outcome: list[object] = []
+
+    def ask() -> None:
+        with quiet():
+            outcome.append(spark.conf.get("spark.sql.session.timeZone"))
+
+    asker = threading.Thread(target=ask, name="bridge-probe", daemon=True)
+    asker.start()
+    asker.join(_PROBE_TIMEOUT_S)
+    if not outcome:
+        raise EngineSilentError(
+            f"{name}: the server has stopped answering; nothing was kept of the rows that came.\n"
+            "  It may have run out of memory: look at its log, name fewer columns, or use limit=."
+        )
+
+
+def _interrupt(spark: SparkSession, tag: str) -> None:
+    from pyspark.errors import PySparkException
+
+    try:
+        with quiet():
+            spark.interruptTag(tag)
+    except PySparkException:
+        pass  # the operation has ended by itself, or the server is gone: either way it does not run
+
+
+def _drain(arrived: queue.Queue[Any], fetcher: threading.Thread) -> None:
+    """Let the fetching thread end: it may wait for room in the queue."""
+    while fetcher.is_alive():
+        try:
+            arrived.get(timeout=0.05)
+        except queue.Empty:
+            continue
+
+
+def run_within(frame: DataFrame, timeout_s: float) -> pa.Table | None:
+    """Return the rows of a small result, None (and stop it on the server) where it takes longer than `timeout_s`."""
+    outcome: list[pa.Table | BaseException] = []
+    tag = f"bridge-{uuid.uuid4().hex}"
+    spark = frame.sparkSession
+
+    def run() -> None:
+        spark.addTag(tag)
+        try:
+            with quiet():
+                outcome.append(frame.toArrow())
+        except BaseException as exc:  # carried to the caller, who raises it
+            outcome.append(exc)
+        finally:
+            spark.removeTag(tag)
+
+    runner = threading.Thread(target=run, name="bridge-run", daemon=True)
+    runner.start()
+    runner.join(timeout_s)
+    if not outcome:
+        _interrupt(spark, tag)
+        return None
+    if isinstance(outcome[0], BaseException):
+        raise outcome[0]
+    return outcome[0]

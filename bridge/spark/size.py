@@ -1,0 +1,129 @@
+"""How large a source is, learned from cheap facts, before its rows move.
+
+Bytes on disk never decide: compressed columnar files are 16 times smaller than their rows, or more. What decides is
+rows x width, where both can be had without running the query; where they can't, the answer is "unknown".
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from bridge.spark.failures import quiet, translated
+from bridge.spark.read import run_within
+from bridge.spark.source import Source
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+COUNT_TIMEOUT_S = 10.0
+_SAMPLE_ROWS = 1000
+# A first, small sample shows whether the rows are too wide for the larger one.
+_FIRST_SAMPLE_ROWS = 10
+_SAMPLE_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Size:
+    """Rows and Arrow bytes of a result, None where unknown.
+
+    With `is_bound` there may be fewer. `rows_from` and `width_from` tell how they were learned.
+    """
+
+    num_rows: int | None
+    rows_from: str
+    row_bytes: float | None = None
+    width_from: str = "not measured"
+    is_bound: bool = False
+
+    @property
+    def num_bytes(self) -> int | None:
+        """Rows times width."""
+        if self.num_rows is None or (self.row_bytes is None and self.num_rows > 0):
+            return None
+        return round(self.num_rows * (self.row_bytes or 0))
+
+
+def measure(source: Source, max_bytes: int) -> Size:
+    """Return the size of what `source.frame` gives. A full count is made only of a filtered table, for 10 s at most."""
+    with translated(source.name):
+        rows, told = _unfiltered_rows(source)
+        if rows is None:
+            return _with_limit(Size(None, told), source.limit)
+        width, width_from = _width(source, rows)
+        size = _with_limit(Size(rows, told, width, width_from), source.limit)
+        if source.where is None:
+            return size
+        bound = Size(size.num_rows, f"at most: {size.rows_from}, before the filter", width, width_from, is_bound=True)
+        if (bound.num_bytes or 0) <= max_bytes:
+            return bound
+        counted = _count(source.frame, COUNT_TIMEOUT_S)
+        if counted is None:
+            return Size(None, f"the filter could not be counted within {COUNT_TIMEOUT_S:.0f} s", width, width_from)
+        return Size(counted, "counted with the filter", width, width_from)
+
+
+def _with_limit(size: Size, limit: int | None) -> Size:
+    if limit is None or (size.num_rows is not None and size.num_rows <= limit):
+        return size
+    return Size(limit, "the limit", size.row_bytes, size.width_from, is_bound=size.num_rows is None)
+
+
+def _unfiltered_rows(source: Source) -> tuple[int | None, str]:
+    if source.kind == "delta":
+        rows = _count(source.unfiltered, COUNT_TIMEOUT_S)
+        if rows is not None:
+            return rows, "counted from the Delta log"
+        return None, f"the table could not be counted within {COUNT_TIMEOUT_S:.0f} s"
+    # Sail shows a limit's input as the limit's own rows, so the plan is asked without it.
+    if source.where is None:
+        rows = source.engine.exact_rows(_explain(source.unfiltered))
+        if rows is not None:
+            return rows, "known to the query plan"
+    return None, f"unknown: a {source.kind} is not counted, since that would run it"
+
+
+def _explain(frame: DataFrame) -> str:
+    client = frame.sparkSession.client
+    with quiet():
+        return str(client.explain_string(frame._plan.to_proto(client), explain_mode="cost"))
+
+
+def _count(frame: DataFrame, timeout_s: float) -> int | None:
+    counted = run_within(frame.groupBy().count(), timeout_s)
+    return None if counted is None else int(counted.column(0)[0].as_py())
+
+
+def _width(source: Source, rows: int) -> tuple[float | None, str]:
+    """Return the mean Arrow bytes of a row."""
+    fixed = [_fixed_bytes(field.type) for field in source.schema]
+    if all(width is not None for width in fixed):
+        return float(sum(width or 0 for width in fixed)), "the width of its types"
+    if rows == 0:
+        return 0.0, "no rows"
+    sample = run_within(source.unfiltered.limit(_FIRST_SAMPLE_ROWS), COUNT_TIMEOUT_S)
+    if sample is not None and sample.num_rows and sample.nbytes / sample.num_rows * _SAMPLE_ROWS < _SAMPLE_BYTES:
+        sample = run_within(source.unfiltered.limit(_SAMPLE_ROWS), COUNT_TIMEOUT_S) or sample
+    if sample is None or sample.num_rows == 0:
+        return None, f"a sample could not be read within {COUNT_TIMEOUT_S:.0f} s"
+    return sample.nbytes / sample.num_rows, f"a sample of {sample.num_rows:,} rows"
+
+
+def _fixed_bytes(arrow: pa.DataType) -> float | None:
+    """Return the bytes of one value with its validity bit, None where values differ in length."""
+    if pa.types.is_struct(arrow):
+        children = [_fixed_bytes(child.type) for child in arrow]
+        return None if None in children else sum(child or 0 for child in children) + 1 / 8
+    if pa.types.is_null(arrow):
+        return 0.0
+    try:
+        return (arrow.bit_width + 1) / 8
+    except ValueError:
+        return None
+
+
+def assumed_width(schema: pa.Schema) -> float:
+    """Return a guess of the bytes of a row, for shapes only: 64 bytes for a value whose type does not tell."""
+    return sum(64.0 if width is None else width for width in (_fixed_bytes(field.type) for field in schema))

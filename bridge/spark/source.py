@@ -1,0 +1,358 @@
+"""What a source is: its columns, its version, and the DataFrame that reads exactly that."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+from bridge.errors import SourceError, SourceNotFoundError
+from bridge.spark.arrow import arrow_schema
+from bridge.spark.engines import Engine, Pin
+from bridge.spark.failures import Failure, classify, quiet, reason, translated
+from bridge.spark.names import near, parse_name, quote, quote_parts, sql_string
+from bridge.volumes.path import is_path, locate
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import pyarrow as pa
+    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql.types import StructType
+
+# A filter with one of these gives other rows each time, so that what it read cannot be told by its text.
+_UNSTABLE = re.compile(
+    r"\b(rand|randn|random|uuid|shuffle|monotonically_increasing_id|now|current_\w+|localtimestamp|session_user|user)\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A resolved source.
+
+    `frame` reads what was asked for; `unfiltered` reads the same columns without `where` and `limit`. `pin.version` is
+    None for everything but Delta tables. A private view that pins a plan is dropped by `close`.
+    """
+
+    spark: SparkSession
+    engine: Engine
+    name: str
+    kind: str  # "delta", "files", "view" or "dataframe"
+    location: str | None
+    pin: Pin
+    columns: tuple[str, ...]
+    where: str | None
+    limit: int | None
+    frame: DataFrame = field(repr=False)
+    unfiltered: DataFrame = field(repr=False)
+    is_repeatable: bool = True
+    view: str | None = None
+
+    @property
+    def spark_schema(self) -> StructType:
+        """The Spark types of the columns that are read, in order."""
+        return self.frame.schema
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow types of the columns that are read, in order; every column may hold nulls."""
+        return arrow_schema(self.spark_schema, self.name)
+
+    def close(self) -> None:
+        """Drop the private view, if there is one. The frames cannot be run afterwards."""
+        if self.view is not None:
+            with quiet():
+                self.spark.catalog.dropTempView(self.view)
+
+
+def resolve(
+    source: str | Path | DataFrame,
+    *,
+    spark: SparkSession,
+    engine: Engine,
+    columns: Sequence[str] | None = None,
+    where: str | Column | None = None,
+    version: int | None = None,
+    timestamp: str | datetime | None = None,
+    limit: int | None = None,
+    volume_root: Path | None = None,
+) -> Source:
+    """Find out at once what `source` is and whether it can be read as asked; no rows move.
+
+    Raises:
+        SourceNotFoundError: No such table, schema, column or version; near names are offered.
+        SourceError: Duplicate column names, `version` on something that has none, a filter that does not parse, a
+            column of a type that Arrow cannot hold, a DataFrame of another session.
+    """
+    asked = _checked_version(version, timestamp)
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
+        raise SourceError(f"limit is {limit!r}; give a whole number of rows, 0 or more.")
+    if columns is not None and (isinstance(columns, str) or not list(columns)):
+        raise SourceError(f"columns is {columns!r}; give a list of column names, or leave it out for all of them.")
+
+    found = _find(source, spark, engine, *asked, volume_root)
+    try:
+        chosen = _choose_columns(found.frame.columns, columns, found.name)
+        unfiltered = found.frame.select(*[quote(name) for name in chosen])
+        frame = found.frame if where is None else _filtered(found.frame, where, found.name)
+        frame = frame.select(*[quote(name) for name in chosen])
+        frame = frame if limit is None else frame.limit(limit)
+        text, repeatable = _where_text(where)
+        resolved = Source(
+            spark, engine, found.name, found.kind, found.location, found.pin, chosen, text, limit,
+            frame, unfiltered, repeatable, found.view,
+        )  # fmt: skip
+        with translated(found.name):
+            _ = resolved.schema
+    except BaseException:
+        found.close()
+        raise
+    return resolved
+
+
+@dataclass(frozen=True)
+class _Found:
+    spark: SparkSession
+    name: str
+    kind: str
+    location: str | None
+    pin: Pin
+    frame: DataFrame
+    view: str | None = None
+
+    def close(self) -> None:
+        if self.view is not None:
+            self.spark.catalog.dropTempView(self.view)
+
+
+def _checked_version(version: int | None, timestamp: str | datetime | None) -> tuple[int | None, str | None]:
+    if version is not None and timestamp is not None:
+        raise SourceError("version and timestamp were both given; name one of them.")
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
+        raise SourceError(f"version is {version!r}; give a whole number, 0 or more.")
+    if isinstance(timestamp, datetime):
+        if timestamp.tzinfo is None:
+            raise SourceError(f"timestamp {timestamp} has no zone; give one, as in datetime(..., tzinfo=timezone.utc).")
+        return version, timestamp.isoformat(sep=" ")
+    return version, timestamp
+
+
+def _find(
+    source: Any, spark: SparkSession, engine: Engine, version: int | None, timestamp: str | None, volume_root: Path | None
+) -> _Found:
+    if not isinstance(source, str) and hasattr(source, "sparkSession"):
+        return _find_dataframe(source, spark, version, timestamp)
+    text = str(source)
+    if not isinstance(source, str) or is_path(text):
+        return _find_path(text, spark, engine, version, timestamp, volume_root)
+    return _find_name(text, spark, engine, version, timestamp)
+
+
+def _find_dataframe(frame: Any, spark: SparkSession, version: int | None, timestamp: str | None) -> _Found:
+    if not hasattr(frame, "_plan"):
+        raise SourceError(
+            "the DataFrame belongs to a classic Spark session; bridge reads through Spark Connect.\n"
+            "  Give the table's name, or make the DataFrame in the session of bridge.connect()."
+        )
+    if frame.sparkSession is not spark:
+        raise SourceError(
+            "the DataFrame belongs to another session than the one given as spark=.\n"
+            "  Leave spark= out: a DataFrame is read by its own session."
+        )
+    _refuse_version("a DataFrame", version, timestamp)
+    return _pin_plan(frame, spark, "DataFrame", "dataframe", "a DataFrame's plan has no version")
+
+
+def _find_path(
+    text: str, spark: SparkSession, engine: Engine, version: int | None, timestamp: str | None, volume_root: Path | None
+) -> _Found:
+    place = locate(text, volume_root)
+    if place.local is not None:
+        if not (place.local / "_delta_log").is_dir():
+            raise SourceNotFoundError(
+                f"{text} is no Delta table: {'no _delta_log folder is in it' if place.local.is_dir() else 'no such folder'}.\n"
+                "  Give the folder that holds _delta_log; read other files with spark.read and pass the DataFrame."
+            )
+        path = engine.spark_path(place.local.resolve())
+    else:
+        path = text
+    relation = f"delta.{quote(path)}"
+    pin = engine.pin(spark, relation, path, version, timestamp)
+    reader = spark.read.format("delta")
+    if pin.version is not None:
+        reader = reader.option("versionAsOf", str(pin.version))
+    elif timestamp is not None:
+        reader = reader.option("timestampAsOf", timestamp)
+    frame = reader.load(path)
+    with _time_travel(text, version, timestamp):
+        _ = frame.schema
+    return _Found(spark, text, "delta", path, pin, frame)
+
+
+def _find_name(text: str, spark: SparkSession, engine: Engine, version: int | None, timestamp: str | None) -> _Found:
+    parts = parse_name(text)
+    relation = quote_parts(parts)
+    name = ".".join(parts)
+    details = _describe(spark, parts, relation, name)
+    if details.get("provider", "").lower() != "delta":
+        is_view = "provider" not in details
+        _refuse_version(f"{name}, a {'view' if is_view else details['provider'] + ' table'},", version, timestamp)
+        why = "a view has no version" if is_view else f"a {details['provider']} table has no version"
+        kind = "view" if is_view else "files"
+        return _pin_plan(spark.table(relation), spark, name, kind, why, details.get("location"))
+    pin = engine.pin(spark, relation, details.get("location"), version, timestamp)
+    with _time_travel(name, version, timestamp):
+        if pin.version is not None:
+            frame = spark.sql(f"SELECT * FROM {relation} VERSION AS OF {pin.version}")
+        elif timestamp is not None:
+            frame = spark.sql(f"SELECT * FROM {relation} TIMESTAMP AS OF {sql_string(timestamp)}")
+        else:
+            frame = spark.table(relation)
+        _ = frame.schema
+    return _Found(spark, name, "delta", details.get("location"), pin, frame)
+
+
+def _describe(spark: SparkSession, parts: tuple[str, ...], relation: str, name: str) -> dict[str, str]:
+    """Return the detailed information of a table in lower-case keys; empty for a temporary view."""
+    from pyspark.errors import PySparkException
+
+    try:
+        with quiet():
+            rows = spark.sql(f"DESCRIBE TABLE EXTENDED {relation}").collect()
+    except PySparkException as exc:
+        if classify(exc) is Failure.NO_TABLE:
+            raise SourceNotFoundError(_missing_table(spark, parts, name)) from exc
+        with translated(name):
+            raise
+    heading = next((i for i, row in enumerate(rows) if row["col_name"].startswith("# Detailed Table")), len(rows))
+    return {row["col_name"].lower(): row["data_type"] for row in rows[heading + 1 :] if row["col_name"]}
+
+
+def _missing_table(spark: SparkSession, parts: tuple[str, ...], name: str) -> str:
+    """Say which part of the name is not there, with near names of its kind."""
+
+    def listed(statement: str) -> list[str]:
+        from pyspark.errors import PySparkException
+
+        try:
+            with quiet():
+                rows = spark.sql(statement).limit(10_000).collect()
+        except PySparkException:
+            return []
+        return [row["tableName"] if "tableName" in row else row[0] for row in rows]
+
+    *above, table = parts
+    if len(above) == 2:
+        catalogs = [catalog for catalog in listed("SHOW CATALOGS") if catalog != "system"]
+        if not _among(above[0], catalogs):
+            return f"{name} does not exist: there is no catalog {above[0]}.\n  {near(above[0], catalogs)}".rstrip()
+    if above:
+        schemas = listed("SHOW SCHEMAS" + (f" IN {quote(above[0])}" if len(above) == 2 else ""))
+        if not _among(above[-1], schemas):
+            return f"{name} does not exist: there is no schema {'.'.join(above)}.\n  {near(above[-1], schemas)}".rstrip()
+    tables = listed("SHOW TABLES" + (f" IN {quote_parts(above)}" if above else ""))
+    where = f"in {'.'.join(above)}" if above else "in the current schema"
+    return f"{name} does not exist {where}.\n  {near(table, tables)}".rstrip()
+
+
+def _among(name: str, known: list[str]) -> bool:
+    return name.lower() in {candidate.lower() for candidate in known}
+
+
+def _refuse_version(what: str, version: int | None, timestamp: str | None) -> None:
+    if version is not None or timestamp is not None:
+        asked = f"version={version}" if version is not None else f"timestamp={timestamp!r}"
+        raise SourceError(f"{what} has no versions, so {asked} cannot be read.\n  Leave it out, or name a Delta table.")
+
+
+def _pin_plan(
+    frame: DataFrame, spark: SparkSession, name: str, kind: str, why: str, location: str | None = None
+) -> _Found:
+    """Hold a plan fast under a private view, so that a view it reads can be replaced meanwhile without harm."""
+    view = f"bridge_{uuid.uuid4().hex}"
+    with translated(name):
+        if len({column.lower() for column in frame.columns}) == len(frame.columns):
+            frame.createTempView(view)
+            return _Found(spark, name, kind, location, Pin(None, None, why), spark.table(view), view)
+    return _Found(spark, name, kind, location, Pin(None, None, why), frame)
+
+
+class _time_travel:  # noqa: N801 (a context manager that reads as a verb)
+    """Say what a failed read of a version means."""
+
+    def __init__(self, name: str, version: int | None, timestamp: str | None) -> None:
+        self._name, self._version, self._timestamp = name, version, timestamp
+
+    def __enter__(self) -> None:
+        self._quiet = quiet()
+        self._quiet.__enter__()
+
+    def __exit__(self, kind: Any, exc: BaseException | None, trace: Any) -> None:
+        from pyspark.errors import PySparkException
+
+        self._quiet.__exit__(None, None, None)
+        if not isinstance(exc, PySparkException):
+            return
+        failure = classify(exc)
+        asked = f"version {self._version}" if self._version is not None else f"timestamp {self._timestamp!r}"
+        if failure is Failure.NO_VERSION:
+            raise SourceNotFoundError(f"{self._name} has no {asked}: {reason(exc)}") from exc
+        if failure is Failure.NO_TIME_TRAVEL:
+            raise SourceError(f"{self._name} cannot be read as of {asked}: {reason(exc)}") from exc
+        with translated(self._name):
+            raise exc
+
+
+def _choose_columns(have: list[str], asked: Sequence[str] | None, name: str) -> tuple[str, ...]:
+    """Return the columns to read, in the order asked for and in the table's own spelling."""
+    spelled: dict[str, str] = {}
+    for column in have:
+        if column.lower() in spelled:
+            raise SourceError(
+                f"{name} has two columns {column!r} (names are compared without regard to case).\n"
+                "  Rename one in a DataFrame: df.toDF(...), and pass that."
+            )
+        spelled[column.lower()] = column
+    if not have:
+        raise SourceError(f"{name} has no columns.")
+    if asked is None:
+        return tuple(have)
+    chosen: list[str] = []
+    for column in asked:
+        if not isinstance(column, str) or column.lower() not in spelled:
+            raise SourceNotFoundError(f"{name} has no column {column!r}.\n  {near(str(column), have)}")
+        if spelled[column.lower()] in chosen:
+            raise SourceError(f"columns names {column!r} twice.")
+        chosen.append(spelled[column.lower()])
+    return tuple(chosen)
+
+
+def _filtered(frame: DataFrame, where: str | Column, name: str) -> DataFrame:
+    from pyspark.errors import PySparkException
+
+    try:
+        with quiet():
+            filtered = frame.filter(where)
+            # The schema of a filter is that of its input and is not asked for; a projection's is.
+            _ = filtered.select(quote(frame.columns[0])).schema
+    except PySparkException as exc:
+        failure = classify(exc)
+        if failure is Failure.NO_COLUMN:
+            raise SourceNotFoundError(
+                f"where names a column that {name} does not have: {reason(exc)}\n  It has: {', '.join(frame.columns[:20])}."
+            ) from exc
+        raise SourceError(f"where cannot be used on {name}: {reason(exc)}") from exc
+    return filtered
+
+
+def _where_text(where: str | Column | None) -> tuple[str | None, bool]:
+    """Return the filter as text, and whether the same text gives the same rows of the same version."""
+    if where is None:
+        return None, True
+    if isinstance(where, str):
+        return " ".join(where.split()), not _UNSTABLE.search(where)
+    return str(where), False

@@ -1,0 +1,95 @@
+"""The decision between collect and export, and the plan that explains it. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from bridge.columns.contract import TypeContract
+from bridge.display import format_bytes, format_count, html_table, plain_table
+
+Route = Literal["collect", "export"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a load will do, and why. Prints as a table, in notebooks as HTML.
+
+    `num_rows` and `num_bytes` (of Arrow memory) are None where unknown, upper bounds where `is_bound`. `version` is None
+    where none is held fast, and `pin_reason` says why. `volume` is where an export would go; `reuses` is the complete
+    export that would be taken instead of a new one.
+    """
+
+    source: str
+    engine: str
+    columns: tuple[str, ...]
+    where: str | None
+    limit: int | None
+    version: int | None
+    pin_reason: str
+    num_rows: int | None
+    rows_from: str
+    num_bytes: int | None
+    bytes_from: str
+    is_bound: bool
+    max_bytes: int
+    route: Route
+    reason: str
+    volume: str | None
+    reuses: str | None
+    reuse_reason: str
+    types: TypeContract
+
+    def _rows(self) -> list[tuple[str, str]]:
+        at_most = "at most " if self.is_bound else ""
+        rows = "unknown" if self.num_rows is None else f"{at_most}{format_count(self.num_rows)}"
+        size = "unknown" if self.num_bytes is None else f"{at_most}{format_bytes(self.num_bytes)}"
+        shown = ", ".join(self.columns[:8]) + (f" and {len(self.columns) - 8} more" if len(self.columns) > 8 else "")
+        version = "none" if self.version is None else str(self.version)
+        lines = [
+            ("source", self.source),
+            ("engine", self.engine),
+            ("columns", shown),
+            ("where", self.where),
+            ("limit", None if self.limit is None else format_count(self.limit)),
+            ("version", f"{version} ({self.pin_reason})"),
+            ("rows", f"{rows} ({self.rows_from})"),
+            ("bytes in memory", f"{size} ({self.bytes_from})"),
+            ("route", f"{self.route}: {self.reason}"),
+        ]
+        if self.route == "export":
+            lines += [("volume", self.volume or "none"), ("export", self.reuse_reason)]
+        return [(name, text) for name, text in lines if text is not None]
+
+    def __str__(self) -> str:
+        return plain_table(["plan", ""], self._rows())
+
+    def _repr_html_(self) -> str:
+        return html_table(["plan", ""], self._rows())
+
+    __repr__ = __str__
+
+
+def decide(num_bytes: int | None, max_bytes: int, route: str) -> tuple[Route, str]:
+    """Return the route and its reason.
+
+    Args:
+        num_bytes: Estimated Arrow bytes of the result, None where unknown.
+        max_bytes: The ceiling of a collect.
+        route: "auto", "collect" or "export".
+
+    Raises:
+        ValueError: `route` is none of the three.
+    """
+    if route not in ("auto", "collect", "export"):
+        raise ValueError(f'route is {route!r}; give "auto", "collect" or "export".')
+    ceiling = format_bytes(max_bytes)
+    if route == "collect":
+        return "collect", f"asked for; it stops at max_bytes, {ceiling}"
+    if route == "export":
+        return "export", "asked for"
+    if num_bytes is None:
+        return "collect", f"the size is unknown; past max_bytes, {ceiling}, it becomes an export"
+    if num_bytes <= max_bytes:
+        return "collect", f"it fits in max_bytes, {ceiling}"
+    return "export", f"it does not fit in max_bytes, {ceiling}"

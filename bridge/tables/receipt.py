@@ -1,0 +1,48 @@
+"""The receipt of a table: what was read, by whom, when, and with which versions. JSON values only."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import UTC, datetime
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+import bridge
+from bridge.spark.connect import Connection
+
+if TYPE_CHECKING:
+    from bridge.spark.source import Source
+
+_LIBRARIES = ("pyarrow", "pyspark", "pyspark-client", "databricks-connect", "pysail", "pandas", "datasets", "torch")
+
+
+def make_receipt(source: Source, connection: Connection) -> dict[str, Any]:
+    """Return what can be said before rows move; `num_rows` and `route` are added when they have."""
+    return {
+        "table": source.name,
+        "kind": source.kind,
+        "location": source.location,
+        "version": source.pin.version,
+        "version_reason": source.pin.reason,
+        "columns": list(source.columns),
+        "where": source.where,
+        "limit": source.limit,
+        "schema_digest": hashlib.blake2b(source.schema.serialize().to_pybytes(), digest_size=16).hexdigest(),
+        "spark_types": {field.name: field.dataType.simpleString() for field in source.spark_schema.fields},
+        "engine": source.engine.name,
+        "address": connection.address,
+        "user": connection.user,
+        "session_time_zone": source.spark.conf.get("spark.sql.session.timeZone"),
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"bridge": bridge.__version__, **_installed()},
+    }
+
+
+def _installed() -> dict[str, str]:
+    versions = {}
+    for name in _LIBRARIES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,281 @@
+"""A loaded table, and every way to hand it over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pyarrow as pa
+
+from bridge.columns.contract import TypeContract, type_contract
+from bridge.config import available_memory, load_settings
+from bridge.display import format_bytes, format_count
+from bridge.errors import TableTooLargeError
+from bridge.loading.parquet import ExportedRowGroups, RowGroups, stream_row_groups
+from bridge.manifest import Manifest
+from bridge.tables.plan import Plan, Route
+
+if TYPE_CHECKING:
+    import datasets
+    import numpy as np
+    import pandas as pd
+    import torch
+
+    from bridge.loading.loader import DataLoader
+
+
+class CollectedRowGroups:
+    """Rows in memory; each chunk is a row group."""
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+        self._batches = table.to_batches()
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The types of every chunk's rows."""
+        return self.table.schema
+
+    @property
+    def row_counts(self) -> list[int]:
+        """The rows of each chunk."""
+        return [batch.num_rows for batch in self._batches]
+
+    def read(self, index: int) -> pa.Table:
+        """Return the rows of one chunk, without a copy."""
+        return pa.Table.from_batches([self._batches[index]], self.schema)
+
+
+class Table:
+    """Rows that were loaded: in memory after a collect, in Parquet shards after an export.
+
+    No method goes back to Spark. Whole-table hand-offs (`to_arrow`, `to_pandas`, `to_numpy`, `to_torch`,
+    `to_huggingface(streaming=False)`) of an export that would not fit in memory raise TableTooLargeError; `to_loader`,
+    `to_batches` and `to_huggingface(streaming=True)` need little memory for any size.
+
+    Attributes:
+        plan: What was decided and why; None for an export that was opened by its path.
+        receipt: What was read, by whom, when, with which versions: JSON values.
+        path: The folder of an export; None after a collect.
+        manifest: What an export holds; None after a collect.
+    """
+
+    def __init__(
+        self, row_groups: RowGroups, *, plan: Plan | None, receipt: dict[str, Any], path: str | None = None,
+        manifest: Manifest | None = None,
+    ) -> None:  # fmt: skip
+        self._row_groups = row_groups
+        self.plan = plan
+        self.receipt = receipt
+        self.path = path
+        self.manifest = manifest
+
+    @classmethod
+    def collected(cls, rows: pa.Table, *, plan: Plan, receipt: dict[str, Any]) -> Table:
+        """Return a table over rows in memory."""
+        return cls(CollectedRowGroups(rows), plan=plan, receipt=receipt)
+
+    @classmethod
+    def exported(cls, folder: Path, manifest: Manifest, *, plan: Plan | None = None) -> Table:
+        """Return a table over the shards in `folder`."""
+        row_groups = ExportedRowGroups(folder, manifest)
+        return cls(row_groups, plan=plan, receipt=manifest.receipt, path=str(folder), manifest=manifest)
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The Arrow types of the columns, in order."""
+        return self._row_groups.schema
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows there are."""
+        return sum(self._row_groups.row_counts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the rows in memory after a collect, of the files after an export."""
+        return self.manifest.num_bytes if self.manifest else int(self.to_arrow().nbytes)
+
+    @property
+    def version(self) -> int | None:
+        """The version of the Delta table that was read; None where none could be held fast."""
+        version: int | None = self.receipt["version"]
+        return version
+
+    @property
+    def route(self) -> Route:
+        """How the rows came: "collect" or "export"."""
+        return "export" if self.manifest else "collect"
+
+    @property
+    def types(self) -> TypeContract:
+        """What each column is in Spark and Arrow, and what it becomes; prints as a table."""
+        return type_contract(self.schema, self.receipt["spark_types"])
+
+    @property
+    def files(self) -> list[str]:
+        """The paths of an export's shards, in order; [] after a collect."""
+        return [str(Path(self.path or "") / shard.name) for shard in self.manifest.shards] if self.manifest else []
+
+    def to_batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield the rows as record batches, in order; at most one row group is in memory at a time."""
+        for index in range(len(self._row_groups.row_counts)):
+            yield from self._row_groups.read(index).to_batches()
+
+    def to_arrow(self) -> pa.Table:
+        """Return the rows as a `pyarrow.Table`, in order; every instant in UTC."""
+        if isinstance(self._row_groups, CollectedRowGroups):
+            return self._row_groups.table
+        self._check_memory("to_arrow")
+        tables = [self._row_groups.read(index) for index in range(len(self._row_groups.row_counts))]
+        return pa.concat_tables(tables) if tables else self.schema.empty_table()
+
+    def to_pandas(self, dtype_backend: Literal["numpy_nullable", "pyarrow"] = "numpy_nullable") -> pd.DataFrame:
+        """Return the rows as a DataFrame with a plain index.
+
+        Integers and booleans come in pandas's nullable dtypes, so that a BIGINT beside a NULL stays exact; floats as
+        NumPy's with NaN for NULL; instants as datetime64[us, UTC]; decimals in Arrow's dtype. `table.types` shows it.
+
+        Args:
+            dtype_backend: "numpy_nullable", or "pyarrow" for Arrow's dtypes throughout.
+        """
+        from bridge.columns.frames import to_pandas
+
+        return to_pandas(self.to_arrow(), dtype_backend)
+
+    def to_numpy(
+        self, features: Sequence[str] | None = None, label: str | None = None, *, dtype: Any = None
+    ) -> Any:
+        """Return a dict of arrays, one of shape [rows] for each column; not one 2-D array of everything.
+
+        With `features`: X of shape [rows, features] in the features' common type or `dtype`; with `label` too: (X, y).
+        Arrays may be read-only views.
+
+        Raises:
+            LossyConversionError: A column holds nulls or values that its array cannot hold; the message says which.
+        """
+        from bridge.columns.arrays import to_matrix, to_numpy
+
+        if features is None:
+            _refuse_label(label, dtype)
+            arrays: dict[str, np.ndarray[Any, Any]] = to_numpy(self.to_arrow())
+            return arrays
+        matrix, target = to_matrix(self.to_arrow(), features, label, dtype)
+        return matrix if label is None else (matrix, target)
+
+    def to_torch(
+        self, features: Sequence[str] | None = None, label: str | None = None, *, dtype: Any = None
+    ) -> Any:
+        """Return a dict of tensors (lists for strings and binary), X, or (X, y): as `to_numpy` does.
+
+        Dates are int64 days and instants int64 microseconds since 1970 in UTC. Tensors may share memory with the table:
+        clone one before writing into it.
+
+        Raises:
+            LossyConversionError: A column holds nulls or values that its tensor cannot hold; the message says which.
+            MissingDependencyError: torch is not installed.
+        """
+        from bridge.columns.tensors import to_torch, to_torch_matrix
+
+        if features is None:
+            _refuse_label(label, dtype)
+            tensors: dict[str, torch.Tensor | list[Any]] = to_torch(self.to_arrow())
+            return tensors
+        matrix, target = to_torch_matrix(self.to_arrow(), features, label, dtype)
+        return matrix if label is None else (matrix, target)
+
+    def to_loader(
+        self,
+        batch_size: int = 1024,
+        *,
+        features: Sequence[str] | None = None,
+        label: str | None = None,
+        dtype: Any = None,
+        shuffle: bool = False,
+        shuffle_window: int = 200_000,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> DataLoader:
+        """Return an iterable over batches of tensors for training in this process, on either route.
+
+        Args:
+            batch_size: Rows of a batch.
+            shuffle: Give the rows in an order that is a function of `seed` and the epoch.
+            shuffle_window: Rows that are mixed together, at least; more need more memory.
+            drop_last: Leave out a last batch that is shorter.
+
+        Raises:
+            ValueError: An argument is out of range.
+            SourceNotFoundError: A feature or the label was not loaded.
+        """
+        from bridge.loading.loader import DataLoader
+
+        return DataLoader(
+            self._row_groups,
+            batch_size=batch_size,
+            features=features,
+            label=label,
+            dtype=dtype,
+            shuffle=shuffle,
+            shuffle_window=shuffle_window,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+    def to_huggingface(self, streaming: bool | None = None) -> datasets.Dataset | datasets.IterableDataset:
+        """Return the rows as a Hugging Face dataset.
+
+        Args:
+            streaming: True for an IterableDataset, False for a Dataset in memory; None: True after an export, False
+                after a collect.
+
+        Raises:
+            LossyConversionError: datasets has no feature for a column's type.
+        """
+        from bridge.columns.huggingface import to_dataset, to_iterable_dataset
+
+        if not (self.manifest is not None if streaming is None else streaming):
+            return to_dataset(self.to_arrow())
+        if self.manifest is None:
+            return to_dataset(self.to_arrow()).to_iterable_dataset()
+        count = len(self._row_groups.row_counts)
+        row_groups = [(Path(self.path or ""), self.manifest, index) for index in range(count)]
+        return to_iterable_dataset(self.schema, stream_row_groups, row_groups=row_groups)
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        """Hand the rows to whatever reads Arrow streams (Polars, DuckDB, pyarrow), batch by batch."""
+        reader = pa.RecordBatchReader.from_batches(self.schema, self.to_batches())
+        return reader.__arrow_c_stream__(requested_schema)
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __repr__(self) -> str:
+        version = "" if self.version is None else f" version {self.version}"
+        where = f", {len(self.files)} files in {self.path}" if self.manifest else ""
+        return (
+            f"Table({self.receipt['table']}{version}: {format_count(self.num_rows)} rows x {len(self.schema)} columns, "
+            f"{format_bytes(self.num_bytes)} by {self.route}{where})"
+        )
+
+    def receipt_json(self) -> str:
+        """Return the receipt as indented JSON."""
+        return json.dumps(self.receipt, indent=2, ensure_ascii=False)
+
+    def _check_memory(self, call: str) -> None:
+        assert self.manifest is not None
+        needed = self.manifest.memory_bytes
+        allowed = load_settings().client_max_bytes or available_memory() // 2
+        if needed > allowed:
+            raise TableTooLargeError(
+                f"{self.receipt['table']} would take about {format_bytes(needed)} in memory; client_max_bytes is "
+                f"{format_bytes(allowed)}.\n"
+                "  Use to_loader() or to_huggingface(streaming=True), which need little, or raise BRIDGE_CLIENT_MAX_BYTES."
+            )
+
+
+def _refuse_label(label: str | None, dtype: Any) -> None:
+    if label is not None or dtype is not None:
+        raise ValueError("label and dtype go with features: name the columns that make X.")

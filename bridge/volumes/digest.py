@@ -1,0 +1,53 @@
+"""Digests of byte ranges: xxh3 in 128 bits, which guards against damage, not against forgery."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import xxhash
+
+from bridge.errors import CorruptFileError
+
+_BLOCK = 8 << 20
+
+
+def digest_bytes(data: bytes | memoryview) -> str:
+    """Return the digest of `data` in hexadecimal."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def digest_ranges(path: Path, ranges: list[tuple[int, int]]) -> list[str]:
+    """Return the digest of each half-open range (start, stop) of a file, in the order given."""
+    digests = []
+    with open(path, "rb", buffering=0) as file:
+        for start, stop in ranges:
+            state = xxhash.xxh3_128()
+            position = start
+            while position < stop:
+                block = os.pread(file.fileno(), min(_BLOCK, stop - position), position)
+                if not block:
+                    raise CorruptFileError(f"{path} ends at byte {position}; bytes up to {stop} were written.")
+                state.update(block)
+                position += len(block)
+            digests.append(state.hexdigest())
+    return digests
+
+
+def read_range(file: int, path: Path, start: int, target: memoryview, expected: str) -> None:
+    """Fill `target` with the bytes of an open file from `start` on, and check them.
+
+    Raises:
+        CorruptFileError: The file is shorter than that, or its bytes differ from what `expected` was made of.
+    """
+    filled = 0
+    while filled < len(target):
+        count = os.preadv(file, [target[filled:]], start + filled)
+        if count == 0:
+            raise CorruptFileError(f"{path} ends at byte {start + filled}; bytes up to {start + len(target)} were written.")
+        filled += count
+    if digest_bytes(target) != expected:
+        raise CorruptFileError(
+            f"{path} is damaged: bytes {start} to {start + len(target)} differ from what was written.\n"
+            "  Export again with reuse=False, or restore the file."
+        )

@@ -1,0 +1,114 @@
+"""Where a path is: what Spark must be told, and what Python opens."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from bridge.config import data_folder, load_settings
+from bridge.errors import VolumeError
+
+_SCHEME = re.compile(r"^([a-z][a-z0-9+.-]*):(?=/)", re.IGNORECASE)
+# Readers expand these in a path, Spark's as much as glob.
+_GLOB = re.compile(r"[?*\[\]{}]")
+
+
+@dataclass(frozen=True)
+class Place:
+    """One place under its two names. `local` is None where Python has no file system for it (s3://, abfss://, ...)."""
+
+    name: str
+    local: Path | None
+
+    @property
+    def spark(self) -> str:
+        """What Apache Spark and Databricks must be told."""
+        if self.local is None or (self.name.startswith("/Volumes/") and _is_mounted(self.name)):
+            return self.name
+        return f"file:{self.local}"
+
+    def folder(self) -> Path:
+        """Return the local folder.
+
+        Raises:
+            VolumeError: There is none.
+        """
+        if self.local is None:
+            raise VolumeError(
+                f"{self.name} is not a folder that Python can open here.\n  Give a volume (/Volumes/...) or a mounted path."
+            )
+        return self.local
+
+    def __truediv__(self, child: str) -> Place:
+        return Place(f"{self.name.rstrip('/')}/{child}", None if self.local is None else self.local / child)
+
+
+def is_path(text: str) -> bool:
+    """Return whether `text` is a path rather than a table name: it has a slash outside backticks, or starts with ~."""
+    return "/" in re.sub(r"`[^`]*`", "", text) or text.startswith("~")
+
+
+def locate(path: str | os.PathLike[str], volume_root: Path | None = None) -> Place:
+    """Return where `path` is.
+
+    `/Volumes/<catalog>/<schema>/<volume>/...`, with or without `dbfs:`, is the mount where there is one and the same
+    folders under `volume_root` (default: the data folder) where there is none. Other paths stand as they are.
+
+    Raises:
+        VolumeError: A volume path that does not name catalog, schema and volume.
+    """
+    text = os.fspath(path)
+    text = text.removeprefix("dbfs:") if text.startswith("dbfs:/Volumes/") else text
+    if text == "/Volumes" or text.startswith("/Volumes/"):
+        parts = [part for part in text.split("/")[2:] if part]
+        if len(parts) < 3 or ".." in parts:
+            raise VolumeError(
+                f"{text} does not name a volume.\n  Give catalog, schema and volume: /Volumes/<catalog>/<schema>/<volume>/..."
+            )
+        name = "/Volumes/" + "/".join(parts)
+        if _is_mounted(name):
+            return Place(name, Path(name))
+        return Place(name, (volume_root or data_folder() / "volumes").joinpath(*parts))
+    scheme = _SCHEME.match(text)
+    if scheme and scheme.group(1).lower() != "file":
+        return Place(text, None)
+    plain = re.sub(r"^/{2,}", "/", text[5:]) if scheme else text
+    local = Path(plain).expanduser()
+    return Place(str(local), local if local.is_absolute() else Path.cwd() / local)
+
+
+def volume_path(path: str | os.PathLike[str]) -> str:
+    """Return where Python opens `path`: the mount, or the configured root.
+
+    `/Volumes/c/s/v/...` and `dbfs:/Volumes/c/s/v/...` are the mount where there is one, else the same folders under
+    the setting `volume_root` (default: `volumes` in the data folder). Other paths come back absolute. Nothing is made
+    and nothing is looked for.
+
+    Raises:
+        VolumeError: A volume path that does not name catalog, schema and volume, or an address without a file system.
+
+    Example:
+        >>> import bridge
+        >>> bridge.volume_path("/Volumes/main/ml/exports")  # doctest: +SKIP
+        '/Volumes/main/ml/exports'
+    """
+    return str(locate(path, load_settings().volume_root).folder())
+
+
+def refuse_glob(place: Place) -> None:
+    """Refuse a root that readers would expand as a pattern.
+
+    Raises:
+        VolumeError: The path holds one of ? * [ ] { }.
+    """
+    if _GLOB.search(place.name):
+        raise VolumeError(
+            f"{place.name} cannot hold exports: readers expand ? * [ ] {{ }} in a path.\n  Choose a folder without them."
+        )
+
+
+def _is_mounted(volume: str) -> bool:
+    """Return whether the volume of a normalised `/Volumes/c/s/v...` name is a folder here."""
+    return Path(*Path(volume).parts[:5]).is_dir()

@@ -1,0 +1,26 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import standalone_cluster
+
+SPARK_JARS = os.environ.get("BRIDGE_SPARK_JARS")
+
+
+@pytest.mark.cluster
+def test_cluster_runs_a_query_on_its_executors(tmp_path: Path) -> None:
+    from pyspark.sql.connect.session import SparkSession
+
+    with standalone_cluster(SPARK_JARS) as remote:
+        spark = SparkSession.builder.remote(remote).create()
+        try:
+            assert spark.conf.get("spark.master").startswith("spark://127.0.0.1:")
+            assert spark.range(0, 100_000, 1, 4).toArrow().num_rows == 100_000
+            if SPARK_JARS:
+                spark.range(1000).write.format("delta").save(str(tmp_path / "table"))
+                assert spark.read.format("delta").load(str(tmp_path / "table")).count() == 1000
+        finally:
+            spark.stop()
