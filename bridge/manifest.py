@@ -116,22 +116,21 @@ def _describe_shard(path: Path) -> Shard:
                 f"{path.name}: column {footer.schema.column(index).path!r} was written as INT96, which loses years "
                 "outside 1677 to 2262.\n  The server ignored the write option; cast the column to a microsecond type."
             )
-    starts, stops = [], []
+    # Each range starts where the one before ends, so that no byte of the file goes unchecked.
+    ranges, position = [], 0
     for index in range(footer.num_row_groups):
         chunks = [footer.row_group(index).column(i) for i in range(footer.num_columns)]
-        starts.append(min(_chunk_start(chunk) for chunk in chunks))
-        stops.append(max(_chunk_start(chunk) + chunk.total_compressed_size for chunk in chunks))
-    # From the start of one to the start of the next, so that no byte of the file goes unchecked.
-    edges = [0, *starts[1:], stops[-1]] if stops else [0]
-    ranges = list(zip(edges, edges[1:], strict=False))
-    digests = digest_ranges(path, [*ranges, (edges[-1], num_bytes)])
+        stop = max((_chunk_start(chunk) + chunk.total_compressed_size for chunk in chunks), default=0)
+        ranges.append((position, max(position, stop)))
+        position = ranges[-1][1]
+    digests = digest_ranges(path, [*ranges, (position, num_bytes)])
     groups = tuple(
-        RowGroup(footer.row_group(index).num_rows, *span, digest)
-        for index, (span, digest) in enumerate(zip(ranges, digests, strict=False))
+        RowGroup(footer.row_group(index).num_rows, start, stop, digest)
+        for index, ((start, stop), digest) in enumerate(zip(ranges, digests, strict=False))
     )
     return Shard(path.name, footer.num_rows, num_bytes, groups, digests[-1])
 
 
 def _chunk_start(chunk: Any) -> int:
-    offsets = (chunk.dictionary_page_offset, chunk.data_page_offset)
-    return int(min(offset for offset in offsets if offset))
+    """Return where a column chunk starts; writers leave out the dictionary page as None or as 0."""
+    return int(min((offset for offset in (chunk.dictionary_page_offset, chunk.data_page_offset) if offset), default=0))

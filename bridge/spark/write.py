@@ -115,5 +115,5 @@ def _stream_shards(
             writer.close()
     if not names:
         names.append("part-00000.parquet")
-        pq.write_table(schema.empty_table(), folder / names[-1], compression=COMPRESSION)
+        pq.ParquetWriter(folder / names[-1], schema, compression=COMPRESSION).close()
     return Written(tuple(names), num_rows)

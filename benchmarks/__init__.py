@@ -1,0 +1,1 @@
+"""How fast `bridge` is, beside what a person would use without it."""

@@ -1,0 +1,106 @@
+"""The engines that the same tests run against."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import bridge
+
+
+@dataclass
+class EngineUnderTest:
+    """An engine, and a schema in it whose tables are Delta."""
+
+    name: str
+    spark: Any
+    catalog: str
+    folder: Path
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def save(self, frame: Any, *, mode: str = "error", name: str | None = None, format: str = "delta") -> str:
+        """Save rows as a table and return its full name."""
+        name = name or f"t{next(self._numbers)}"
+        frame.write.format(format).mode(mode).saveAsTable(f"demo.{name}")
+        return f"{self.catalog}.demo.{name}"
+
+    def path(self, table: str) -> str:
+        """Return the folder of a table that `save` made."""
+        rows = self.spark.sql(f"DESCRIBE TABLE EXTENDED {table}").collect()
+        return next(row["data_type"] for row in rows if row["col_name"] == "Location")
+
+    def load(self, source: Any, **arguments: Any) -> bridge.Table:
+        """Load through this engine's session."""
+        return bridge.load_table(source, spark=self.spark, **arguments)
+
+
+def _start(name: str, folder: Path, stack: ExitStack) -> EngineUnderTest:
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setenv("BRIDGE_WAREHOUSE", str(folder / "warehouse"))
+    if name == "cluster":
+        from tests.cluster import standalone_cluster
+
+        remote = stack.enter_context(standalone_cluster())
+    else:
+        remote = {"sail": "sail", "apache": "local[2]"}[name]
+    spark = bridge.connect(remote)
+    catalog = spark.sql("SELECT current_catalog()").collect()[0][0]
+    schema_folder = folder / "warehouse" / catalog / "demo"
+    schema_folder.mkdir(parents=True)
+    spark.sql(f"CREATE SCHEMA demo LOCATION '{schema_folder}'")
+    return EngineUnderTest(name, spark, catalog, schema_folder)
+
+
+@pytest.fixture(scope="session")
+def _engines(tmp_path_factory: pytest.TempPathFactory, _bare_environment: None) -> Iterator[Any]:
+    """Start each engine once, when the first test asks for it."""
+    started: dict[str, EngineUnderTest] = {}
+    with ExitStack() as stack:
+
+        def start(name: str) -> EngineUnderTest:
+            if name not in started:
+                started[name] = _start(name, tmp_path_factory.mktemp(name), stack)
+            return started[name]
+
+        yield start
+
+
+SAIL = pytest.param("sail", id="sail")
+APACHE = pytest.param("apache", id="apache", marks=[pytest.mark.apache, pytest.mark.delta_jvm])
+CLUSTER = pytest.param("cluster", id="cluster", marks=[pytest.mark.cluster, pytest.mark.delta_jvm])
+
+
+@pytest.fixture(params=[SAIL, APACHE])
+def engine(request: pytest.FixtureRequest, _engines: Any) -> EngineUnderTest:
+    """Sail and Apache Spark."""
+    return _engines(request.param)
+
+
+@pytest.fixture(params=[SAIL, APACHE, CLUSTER])
+def any_engine(request: pytest.FixtureRequest, _engines: Any) -> EngineUnderTest:
+    """Sail, Apache Spark, and a standalone cluster through sc://."""
+    return _engines(request.param)
+
+
+@pytest.fixture(params=[SAIL])
+def sail(request: pytest.FixtureRequest, _engines: Any) -> EngineUnderTest:
+    """The embedded engine alone."""
+    return _engines(request.param)
+
+
+@pytest.fixture(params=[APACHE])
+def apache(request: pytest.FixtureRequest, _engines: Any) -> EngineUnderTest:
+    """Apache Spark alone."""
+    return _engines(request.param)
+
+
+@pytest.fixture(params=["collect", "export"])
+def route(request: pytest.FixtureRequest) -> str:
+    """Both routes."""
+    return request.param
