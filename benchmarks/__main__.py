@@ -16,14 +16,14 @@ QUESTIONS = {
     "collect": "a mixed table of 1M rows through Spark Connect, beside toPandas and toArrow; peak memory",
     "startup": "import bridge; a fresh process to its first batch of tensors (always the embedded engine)",
 }
-_REMOTES = {"sail": "sail", "apache": "local[2]"}
+_ENGINES = ("sail", "apache")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("questions", nargs="*", metavar="question", help=f"any of {', '.join(QUESTIONS)}")
-    parser.add_argument("--engine", choices=_REMOTES, default="sail")
+    parser.add_argument("--engine", choices=_ENGINES, default="sail")
     parser.add_argument("--rounds", type=int, default=5, help="how often each contender is timed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every measurement there")
     given = parser.parse_args(arguments)

@@ -11,7 +11,7 @@ import pyarrow as pa
 import bridge
 from benchmarks.harness import Bar, Report, Spread, compare, in_child
 
-REMOTES = {"sail": "sail", "apache": "local[2]"}
+_REMOTES = {"sail": "sail", "apache": "local[2]"}
 ROWS = 1_000_000
 # 76 bytes a row and more: about 400 MB of Arrow.
 MEMORY_ROWS = 4_800_000
@@ -68,7 +68,7 @@ def store(spark: Any, path: Path, *, rows: int) -> str:
 
 
 def _connect(engine: str) -> Any:
-    spark = bridge.connect(REMOTES[engine])
+    spark = bridge.connect(_REMOTES[engine])
     spark.conf.set("spark.sql.session.timeZone", "UTC")
     return spark
 

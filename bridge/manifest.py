@@ -49,8 +49,9 @@ class Shard:
 class Manifest:
     """What an export holds.
 
-    `num_bytes` is the size of the files, `memory_bytes` about that of the rows as Arrow. `receipt` says what was read, by whom, when and with what; `identity` is equal
-    for two exports that hold the same rows of the same state in the same shape, and None where that cannot be known.
+    `num_bytes` is the size of the files, `memory_bytes` about that of the rows as Arrow. `receipt` says what was read,
+    by whom, when and with what; `identity` is equal for two exports that hold the same rows of the same state in the
+    same shape, and None where that cannot be known.
     """
 
     table: str

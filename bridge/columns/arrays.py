@@ -37,7 +37,8 @@ def column_to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray[Any, Any]:
         return np.full(len(column), None, dtype=object)
     if pa.types.is_decimal(arrow) or pa.types.is_nested(arrow):
         return np.asarray(column.to_pandas(maps_as_pydicts="strict"), dtype=object)
-    return column.to_numpy()
+    array: np.ndarray[Any, Any] = column.to_numpy()
+    return array
 
 
 def to_matrix(
@@ -59,14 +60,22 @@ def to_matrix(
     target = np.dtype(dtype) if dtype is not None else np.dtype(_common_type(columns).to_pandas_dtype())
     matrix = np.empty((table.num_rows, len(columns)), dtype=target)
     for index, (name, column) in enumerate(columns.items()):
-        if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)):
+        if not (
+            pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)
+        ):
             raise LossyConversionError(
-                f"feature {name!r} is {column.type}, which is no number.\n  Leave it out of features=, or encode it in Spark."
+                f"feature {name!r} is {column.type}, which is no number.\n"
+                "  Leave it out of features=, or encode it in Spark."
             )
         if column.null_count and target.kind == "f":
             column = column.cast(pa.from_numpy_dtype(target), safe=False)
         matrix[:, index] = column_to_numpy(column, name)
     return matrix, None if label is None else column_to_numpy(pick_column(table, label), label)
+
+
+def is_number(arrow: pa.DataType) -> bool:
+    """Return whether values of this type are integers, floats or booleans."""
+    return bool(pa.types.is_integer(arrow) or pa.types.is_floating(arrow) or pa.types.is_boolean(arrow))
 
 
 def pick_column(table: pa.Table, name: str) -> pa.ChunkedArray:

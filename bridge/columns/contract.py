@@ -37,9 +37,7 @@ class TypeContract(tuple[ColumnType, ...]):
 
     def _rows(self) -> tuple[list[str], list[list[str]]]:
         headers = ["column", "Spark", "Arrow", "pandas", "NumPy", "torch", "note"]
-        return headers, [
-            [t.name, t.spark, t.arrow, t.pandas, t.numpy, t.torch or "(none)", t.nulls] for t in self
-        ]
+        return headers, [[t.name, t.spark, t.arrow, t.pandas, t.numpy, t.torch or "(none)", t.nulls] for t in self]
 
     def __str__(self) -> str:
         return plain_table(*self._rows())

@@ -22,10 +22,13 @@ def to_pandas(table: pa.Table, dtype_backend: DtypeBackend = "numpy_nullable") -
     import pandas as pd
 
     if dtype_backend == "pyarrow":
-        return table.to_pandas(types_mapper=pd.ArrowDtype)
-    if dtype_backend != "numpy_nullable":
+        options: dict[str, Any] = {"types_mapper": pd.ArrowDtype}
+    elif dtype_backend == "numpy_nullable":
+        options = {"types_mapper": _mapper(), "date_as_object": False, "maps_as_pydicts": "strict"}
+    else:
         raise ValueError(f'dtype_backend is {dtype_backend!r}; give "numpy_nullable" or "pyarrow".')
-    return table.to_pandas(types_mapper=_mapper(), date_as_object=False, maps_as_pydicts="strict")
+    frame: pd.DataFrame = table.to_pandas(**options)
+    return frame
 
 
 def _mapper() -> Callable[[pa.DataType], Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from bridge.columns.arrays import column_to_numpy, to_matrix
+from bridge.columns.arrays import column_to_numpy, is_number, to_matrix
 from bridge.errors import LossyConversionError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ def to_torch(table: pa.Table) -> dict[str, torch.Tensor | list[Any]]:
 
 def column_to_torch(column: pa.ChunkedArray, name: str) -> torch.Tensor | list[Any]:
     """Return the values of one column."""
-    torch = import_torch()
+    import torch
+
     arrow = column.type
     types = pa.types
     if types.is_string(arrow) or types.is_binary(arrow):
@@ -56,28 +57,33 @@ def column_to_torch(column: pa.ChunkedArray, name: str) -> torch.Tensor | list[A
             )
         days = column.cast(pa.int32()) if types.is_date32(arrow) else column
         column = days.cast(pa.int64())
-    elif not (types.is_integer(arrow) or types.is_floating(arrow) or types.is_boolean(arrow)):
+    elif not is_number(arrow):
         raise LossyConversionError(
             f"column {name!r} is {arrow}, which no tensor holds exactly.\n"
             "  Leave it out with columns=, cast it in a DataFrame and load that, or use to_numpy()."
         )
     if column.num_chunks == 1 and not column.null_count and not types.is_boolean(arrow) and len(column):
-        return torch.from_dlpack(column.chunk(0))
-    return torch.from_numpy(_writable(column_to_numpy(column, name)))
+        tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(column.chunk(0))
+    else:
+        tensor = torch.from_numpy(_writable(column_to_numpy(column, name)))
+    return tensor
 
 
 def to_torch_matrix(
     table: pa.Table, features: Sequence[str], label: str | None, dtype: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (X, y) as `to_matrix` does. `dtype` may be torch's or NumPy's."""
-    torch = import_torch()
+    import torch
+
     wanted = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     matrix, _ = to_matrix(table, features, None, wanted)
     if label is None:
         return torch.from_numpy(matrix), None
     target = column_to_torch(table.column(label), label)
     if isinstance(target, list):
-        raise LossyConversionError(f"label {label!r} holds strings or binary, which no tensor holds.\n  Encode it in Spark.")
+        raise LossyConversionError(
+            f"label {label!r} holds strings or binary, which no tensor holds.\n  Encode it in Spark."
+        )
     return torch.from_numpy(matrix), target
 
 

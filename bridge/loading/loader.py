@@ -111,7 +111,7 @@ def _decoded_ahead(read: Any, planned: Iterator[Window]) -> Iterator[pa.Table]:
                 if not _put(ready, read(window), stopped):
                     return
             _put(ready, _END, stopped)
-        except BaseException as exc:  # carried to the consumer, who raises it
+        except BaseException as exc:  # noqa: BLE001 - carried to the consumer, who raises it
             _put(ready, exc, stopped)
 
     threading.Thread(target=work, name="bridge-decode", daemon=True).start()

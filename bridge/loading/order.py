@@ -65,4 +65,4 @@ def _generator(seed: int, epoch: int, purpose: str) -> np.random.RandomState:
     import numpy as np
 
     key = hashlib.blake2b(f"{seed}/{epoch}/{purpose}".encode(), digest_size=16).digest()
-    return np.random.RandomState(np.random.Philox(key=int.from_bytes(key, "little")))  # type: ignore[arg-type]
+    return np.random.RandomState(np.random.Philox(key=int.from_bytes(key, "little")))

@@ -78,7 +78,8 @@ def _read_row_group(
         file = os.open(path, os.O_RDONLY)
     except FileNotFoundError as exc:
         raise CorruptFileError(
-            f"{path} is gone, though the export's manifest lists it.\n  Export again with reuse=False, or restore the file."
+            f"{path} is gone, though the export's manifest lists it.\n"
+            "  Export again with reuse=False, or restore the file."
         ) from exc
     try:
         if footer is None:

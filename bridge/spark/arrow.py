@@ -30,7 +30,7 @@ def arrow_schema(schema: StructType, name: str) -> pa.Schema:
             arrow = to_arrow_type(column.dataType, timezone="UTC")
         except (PySparkException, NotImplementedError) as exc:
             raise SourceError(
-                f"{name}: column {column.name!r} is {column.dataType.simpleString()}, which cannot be carried as it is.\n"
+                f"{name}: column {column.name!r} is {column.dataType.simpleString()}, which cannot be carried.\n"
                 "  Leave it out with columns=, or cast it to STRING in a DataFrame and pass that."
             ) from exc
         fields.append(pa.field(column.name, _nullable(arrow)))

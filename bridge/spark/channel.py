@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import urllib.request
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 from urllib.parse import urlparse
 
 from bridge.config import redact
@@ -29,17 +29,18 @@ def open_session(remote: str, *, timeout_s: float = 30.0) -> SparkSession:
     """
     try:
         from pyspark.sql.connect.client import DefaultChannelBuilder
-        from pyspark.sql.connect.session import SparkSession
+        from pyspark.sql.connect.session import SparkSession as ConnectSession
     except ImportError as exc:
         raise MissingDependencyError(
-            'a Spark Connect session needs pyspark with its Connect client.\n  pip install "spark-training-bridge[local]" (no Java) or "spark-training-bridge[spark]".'
+            "a Spark Connect session needs pyspark with its Connect client.\n"
+            '  pip install "spark-training-bridge[local]" (no Java) or "spark-training-bridge[spark]".'
         ) from exc
     _knock(remote, timeout_s)
     # pyspark.sql.functions chooses between its two implementations by this variable, which pyspark's own builder sets
     # too; that builder takes no channel options.
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
     builder = DefaultChannelBuilder(remote, [("grpc.max_receive_message_length", _NO_LIMIT)])
-    spark: SparkSession = SparkSession.builder.channelBuilder(builder).create()
+    spark = cast("SparkSession", ConnectSession.builder.channelBuilder(builder).create())
     _greet(spark, remote, timeout_s)
     return spark
 
@@ -68,7 +69,7 @@ def _greet(spark: SparkSession, remote: str, timeout_s: float) -> None:
             with quiet():
                 _ = spark.version
             outcome.append(None)
-        except Exception as exc:  # carried to the caller's thread
+        except Exception as exc:  # noqa: BLE001 - carried to the caller's thread
             outcome.append(exc)
 
     thread = threading.Thread(target=ask, name="bridge-greet", daemon=True)
@@ -78,5 +79,6 @@ def _greet(spark: SparkSession, remote: str, timeout_s: float) -> None:
         return
     seen = reason(outcome[0]) if outcome and outcome[0] is not None else f"no answer within {timeout_s:.0f} s"
     raise EngineUnavailableError(
-        f"{redact(remote)} did not answer as a Spark Connect server: {seen}\n  Check the address, the token and use_ssl."
+        f"{redact(remote)} did not answer as a Spark Connect server: {seen}\n"
+        "  Check the address, the token and use_ssl."
     )

@@ -23,7 +23,13 @@ from bridge.spark.failures import translated
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_DATABRICKS_HOSTS = (".databricks.com", ".azuredatabricks.net", ".databricks.us", ".databricks.azure.us", ".databricks.azure.cn")
+_DATABRICKS_HOSTS = (
+    ".databricks.com",
+    ".azuredatabricks.net",
+    ".databricks.us",
+    ".databricks.azure.us",
+    ".databricks.azure.cn",
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def _resolve(settings: Settings, named: str | None) -> Connection:
     remote = named or os.environ.get("SPARK_REMOTE") or _databricks_settings() or settings.remote or "sail"
     key = f"{remote} {settings.warehouse} {settings.spark_jars}"
     opened = _opened.get(key)
-    if opened is None or opened.spark.is_stopped:
+    if opened is None or getattr(opened.spark, "is_stopped", False):
         opened = _opened[key] = _open(remote, key, settings)
         _known[opened.spark] = opened
     return opened
@@ -127,7 +133,9 @@ def _open(remote: str, key: str, settings: Settings) -> Connection:
         return _look_at(open_session(remote))
     if remote == "databricks" or remote.startswith("databricks://"):
         return Connection(_databricks_session(remote), HistoryEngine("databricks"), "databricks")
-    raise ConfigError(f"SPARK_REMOTE is {redact(remote)!r}; give local[*], local-cluster[N,cores,MB] or sc://host:port.")
+    raise ConfigError(
+        f"SPARK_REMOTE is {redact(remote)!r}; give local[*], local-cluster[N,cores,MB] or sc://host:port."
+    )
 
 
 def _look_at(spark: SparkSession) -> Connection:

@@ -51,7 +51,10 @@ _CONDITIONS = {
 _TEXTS = (
     (re.compile(r"TABLE_OR_VIEW_NOT_FOUND|Table not found|Invalid table location: No commit files"), Failure.NO_TABLE),
     (re.compile(r"is missing from the schema: cannot resolve attribute"), Failure.NO_COLUMN),
-    (re.compile(r"Missing commit file: expected final version|No version of the Delta table exists"), Failure.NO_VERSION),
+    (
+        re.compile(r"Missing commit file: expected final version|No version of the Delta table exists"),
+        Failure.NO_VERSION,
+    ),
     (re.compile(r"time travel is (not|only) supported"), Failure.NO_TIME_TRAVEL),
     (re.compile(r"invalid argument: found .* expected"), Failure.SYNTAX),
     # Apache gives spark.driver.maxResultSize no condition; gRPC reports a message that is larger than allowed.
@@ -81,16 +84,27 @@ def reason(exc: BaseException) -> str:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Keep pyspark from printing a failed query as JSON on stderr: the error that is raised says it."""
-    logger = logging.getLogger("SQLQueryContextLogger")
 
     def drop(record: logging.LogRecord) -> bool:
         return False
 
-    logger.addFilter(drop)
+    loggers = _query_loggers()
+    for logger in loggers:
+        logger.addFilter(drop)
     try:
         yield
     finally:
-        logger.removeFilter(drop)
+        for logger in loggers:
+            logger.removeFilter(drop)
+
+
+def _query_loggers() -> list[logging.Logger]:
+    try:
+        from pyspark.logger import PySparkLogger
+    except ImportError:  # a pyspark older than 4.0 prints no failed queries
+        return []
+    # Asked for through pyspark: a plain logger of the same name would refuse what pyspark gives it to print.
+    return [PySparkLogger.getLogger(f"{context}QueryContextLogger") for context in ("SQL", "DataFrame")]
 
 
 @contextmanager

@@ -5,13 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from bridge.errors import EngineSilentError, EngineUnavailableError, TableTooLargeError
 from bridge.columns.contract import conform
+from bridge.errors import EngineSilentError, EngineUnavailableError, TableTooLargeError
 from bridge.spark.failures import Failure, classify, quiet, reason, translated
 
 if TYPE_CHECKING:
@@ -25,9 +25,7 @@ _PROBE_TIMEOUT_S = 30.0
 _END = object()
 
 
-def stream_batches(
-    frame: DataFrame, schema: pa.Schema, name: str, *, silence_s: float = 60.0
-) -> Iterator[pa.Table]:
+def stream_batches(frame: DataFrame, schema: pa.Schema, name: str, *, silence_s: float = 60.0) -> Generator[pa.Table]:
     """Yield the rows of `frame` as tables in exactly `schema`, one for each record batch the server sends.
 
     Nothing is asked of the server before the first `next`. Closing the iterator interrupts the operation there. At
@@ -83,7 +81,7 @@ def _fetch(frame: Any, tag: str, arrived: queue.Queue[Any], stopped: threading.E
                 if isinstance(item, pa.Table):
                     arrived.put(item)
         arrived.put(_END)
-    except BaseException as exc:  # carried to the consumer, who raises it
+    except BaseException as exc:  # noqa: BLE001 - carried to the consumer, who raises it
         # After an interrupt engines raise errors of their own, each a different one: nobody waits for them.
         if not stopped.is_set():
             arrived.put(exc)
@@ -102,7 +100,8 @@ def _raise(exc: BaseException, name: str) -> None:
         ) from exc
     if failure is Failure.UNAVAILABLE:
         raise EngineUnavailableError(
-            f"{name}: the server went away while rows were being read: {reason(exc)}\n  Connect again and repeat the call."
+            f"{name}: the server went away while rows were being read: {reason(exc)}\n"
+            "  Connect again and repeat the call."
         ) from exc
     with translated(name):
         raise exc
@@ -160,7 +159,7 @@ def run_within(frame: DataFrame, timeout_s: float) -> pa.Table | None:
         try:
             with quiet():
                 outcome.append(frame.toArrow())
-        except BaseException as exc:  # carried to the caller, who raises it
+        except BaseException as exc:  # noqa: BLE001 - carried to the caller, who raises it
             outcome.append(exc)
         finally:
             spark.removeTag(tag)

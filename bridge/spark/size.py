@@ -7,7 +7,7 @@ rows x width, where both can be had without running the query; where they can't,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -86,13 +86,15 @@ def _unfiltered_rows(source: Source) -> tuple[int | None, str]:
 
 
 def _explain(frame: DataFrame) -> str:
-    client = frame.sparkSession.client
+    client: Any = frame.sparkSession.client
     with quiet():
         return str(client.explain_string(frame._plan.to_proto(client), explain_mode="cost"))
 
 
 def _count(frame: DataFrame, timeout_s: float) -> int | None:
-    counted = run_within(frame.groupBy().count(), timeout_s)
+    from pyspark.sql.connect import functions as F
+
+    counted = run_within(frame.agg(F.count(F.lit(1))), timeout_s)
     return None if counted is None else int(counted.column(0)[0].as_py())
 
 
@@ -119,7 +121,7 @@ def _fixed_bytes(arrow: pa.DataType) -> float | None:
     if pa.types.is_null(arrow):
         return 0.0
     try:
-        return (arrow.bit_width + 1) / 8
+        return float(arrow.bit_width + 1) / 8
     except ValueError:
         return None
 

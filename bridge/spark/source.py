@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from bridge.errors import SourceError, SourceNotFoundError
+from bridge.errors import EngineError, SourceError, SourceNotFoundError
 from bridge.spark.arrow import arrow_schema
 from bridge.spark.engines import Engine, Pin
 from bridge.spark.failures import Failure, classify, quiet, reason, translated
@@ -142,7 +143,12 @@ def _checked_version(version: int | None, timestamp: str | datetime | None) -> t
 
 
 def _find(
-    source: Any, spark: SparkSession, engine: Engine, version: int | None, timestamp: str | None, volume_root: Path | None
+    source: Any,
+    spark: SparkSession,
+    engine: Engine,
+    version: int | None,
+    timestamp: str | None,
+    volume_root: Path | None,
 ) -> _Found:
     if not isinstance(source, str) and hasattr(source, "sparkSession"):
         return _find_dataframe(source, spark, version, timestamp)
@@ -174,7 +180,7 @@ def _find_path(
     if place.local is not None:
         if not (place.local / "_delta_log").is_dir():
             raise SourceNotFoundError(
-                f"{text} is no Delta table: {'no _delta_log folder is in it' if place.local.is_dir() else 'no such folder'}.\n"
+                f"{text} is no Delta table: no {'_delta_log is in it' if place.local.is_dir() else 'such folder'}.\n"
                 "  Give the folder that holds _delta_log; read other files with spark.read and pass the DataFrame."
             )
         path = engine.spark_path(place.local.resolve())
@@ -253,7 +259,9 @@ def _missing_table(spark: SparkSession, parts: tuple[str, ...], name: str) -> st
     if above:
         schemas = listed("SHOW SCHEMAS" + (f" IN {quote(above[0])}" if len(above) == 2 else ""))
         if not _among(above[-1], schemas):
-            return f"{name} does not exist: there is no schema {'.'.join(above)}.\n  {near(above[-1], schemas)}".rstrip()
+            return (
+                f"{name} does not exist: there is no schema {'.'.join(above)}.\n  {near(above[-1], schemas)}".rstrip()
+            )
     tables = listed("SHOW TABLES" + (f" IN {quote_parts(above)}" if above else ""))
     where = f"in {'.'.join(above)}" if above else "in the current schema"
     return f"{name} does not exist {where}.\n  {near(table, tables)}".rstrip()
@@ -281,30 +289,25 @@ def _pin_plan(
     return _Found(spark, name, kind, location, Pin(None, None, why), frame)
 
 
-class _time_travel:  # noqa: N801 (a context manager that reads as a verb)
+@contextmanager
+def _time_travel(name: str, version: int | None, timestamp: str | None) -> Iterator[None]:
     """Say what a failed read of a version means."""
+    from pyspark.errors import PySparkException
 
-    def __init__(self, name: str, version: int | None, timestamp: str | None) -> None:
-        self._name, self._version, self._timestamp = name, version, timestamp
-
-    def __enter__(self) -> None:
-        self._quiet = quiet()
-        self._quiet.__enter__()
-
-    def __exit__(self, kind: Any, exc: BaseException | None, trace: Any) -> None:
-        from pyspark.errors import PySparkException
-
-        self._quiet.__exit__(None, None, None)
-        if not isinstance(exc, PySparkException):
-            return
-        failure = classify(exc)
-        asked = f"version {self._version}" if self._version is not None else f"timestamp {self._timestamp!r}"
+    asked = f"version {version}" if version is not None else f"timestamp {timestamp!r}"
+    try:
+        with translated(name):
+            yield
+    except EngineError as exc:
+        cause = exc.__cause__
+        if not isinstance(cause, PySparkException):
+            raise
+        failure = classify(cause)
         if failure is Failure.NO_VERSION:
-            raise SourceNotFoundError(f"{self._name} has no {asked}: {reason(exc)}") from exc
+            raise SourceNotFoundError(f"{name} has no {asked}: {reason(cause)}") from cause
         if failure is Failure.NO_TIME_TRAVEL:
-            raise SourceError(f"{self._name} cannot be read as of {asked}: {reason(exc)}") from exc
-        with translated(self._name):
-            raise exc
+            raise SourceError(f"{name} cannot be read as of {asked}: {reason(cause)}") from cause
+        raise
 
 
 def _choose_columns(have: list[str], asked: Sequence[str] | None, name: str) -> tuple[str, ...]:
@@ -343,7 +346,8 @@ def _filtered(frame: DataFrame, where: str | Column, name: str) -> DataFrame:
         failure = classify(exc)
         if failure is Failure.NO_COLUMN:
             raise SourceNotFoundError(
-                f"where names a column that {name} does not have: {reason(exc)}\n  It has: {', '.join(frame.columns[:20])}."
+                f"where names a column that {name} does not have: {reason(exc)}\n"
+                f"  It has: {', '.join(frame.columns[:20])}."
             ) from exc
         raise SourceError(f"where cannot be used on {name}: {reason(exc)}") from exc
     return filtered

@@ -72,9 +72,7 @@ def export_table(
         return fetch(prepared)
 
 
-def open_export(
-    root_or_path: str | os.PathLike[str], *, table: str | None = None, version: int | None = None
-) -> Table:
+def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = None, version: int | None = None) -> Table:
     """Return the newest complete export in a folder, without Spark.
 
     Args:
@@ -100,9 +98,13 @@ def open_export(
                 newest.setdefault(manifest.table, (attempt.folder, manifest))
     asked = "" if version is None else f" of version {version}"
     if not newest:
-        raise ExportNotFoundError(f"{folder} holds no complete export{asked}.\n  Make one: bridge.export_table(table, {str(folder)!r}).")
+        raise ExportNotFoundError(
+            f"{folder} holds no complete export{asked}.\n  Make one: bridge.export_table(table, {str(folder)!r})."
+        )
     if table is None and len(newest) > 1:
-        raise ExportNotFoundError(f"{folder} holds exports of {len(newest)} tables: {', '.join(newest)}.\n  Say which: table=.")
+        raise ExportNotFoundError(
+            f"{folder} holds exports of {len(newest)} tables: {', '.join(newest)}.\n  Say which: table=."
+        )
     name = table if table is not None else next(iter(newest))
     if name not in newest:
         raise ExportNotFoundError(f"{folder} holds no complete export of {name}{asked}.{did_you_mean(name, newest)}")

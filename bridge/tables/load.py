@@ -106,7 +106,7 @@ def load_table(
     particular order. A result that outgrows `max_bytes` while it is collected is stopped on the server and exported.
 
     Args:
-        source: "catalog.schema.table", "schema.table", "table", the path of a Delta table, or a Spark Connect DataFrame.
+        source: "catalog.schema.table", "schema.table", "table", a path of a Delta table, or a Spark Connect DataFrame.
         columns: Names of the columns to read, in this order; default: all.
         where: A filter, as SQL text or a pyspark Column.
         version: A version of a Delta table.
@@ -170,7 +170,9 @@ def prepare(
         chosen, reason = decide(size.num_bytes, ceiling, route)
         place = _volume(settings, connection)
         known, why_not = identity(resolved, connection, *sizes)
-        reusable = find_reusable(export_folder(place, resolved), known) if reuse and place and chosen == "export" else None
+        reusable = (
+            find_reusable(export_folder(place, resolved), known) if reuse and place and chosen == "export" else None
+        )
         plan = Plan(
             source=resolved.name,
             engine=f"{connection.engine.name} ({connection.address})",
@@ -190,7 +192,9 @@ def prepare(
             volume=None if place is None else place.name,
             reuses=str(reusable[0]) if reusable else None,
             reuse_reason=f"reused: {reusable[0]}" if reusable else why_not or "new: none of this version is there",
-            types=type_contract(resolved.schema, {f.name: f.dataType.simpleString() for f in resolved.spark_schema.fields}),
+            types=type_contract(
+                resolved.schema, {f.name: f.dataType.simpleString() for f in resolved.spark_schema.fields}
+            ),
         )
         yield Prepared(
             plan, resolved, connection, size, place, reusable, known, *sizes, settings, auto=route == "auto"
@@ -206,10 +210,11 @@ def fetch(prepared: Prepared) -> Table:
         raise _too_large(prepared, f"would take about {format_bytes(estimate)}")
     try:
         return _collect(prepared)
-    except _Outgrown as exc:
+    except _OutgrownError as exc:
         if not prepared.auto:
             raise _too_large(prepared, f"takes more than {format_bytes(prepared.plan.max_bytes)}") from exc
-        told = f"collecting passed max_bytes, {format_bytes(prepared.plan.max_bytes)}, after {format_count(exc.num_rows)} rows"
+        ceiling = format_bytes(prepared.plan.max_bytes)
+        told = f"collecting passed max_bytes, {ceiling}, after {format_count(exc.num_rows)} rows"
         width = exc.num_bytes / max(exc.num_rows, 1)
     except TableTooLargeError as exc:
         if not prepared.auto:
@@ -224,7 +229,7 @@ def fetch(prepared: Prepared) -> Table:
     )
 
 
-class _Outgrown(Exception):
+class _OutgrownError(Exception):
     """A collect passed its ceiling and was stopped."""
 
     def __init__(self, num_rows: int, num_bytes: int) -> None:
@@ -252,7 +257,7 @@ def _collect_rows(source: Source, max_bytes: int, expected_rows: int | None, sho
             num_bytes += batch.nbytes
             pending_bytes += batch.nbytes
             if num_bytes > max_bytes:
-                raise _Outgrown(num_rows, num_bytes)
+                raise _OutgrownError(num_rows, num_bytes)
             pending.append(batch)
             if pending_bytes >= _PIECE_BYTES:
                 pieces.append(pa.concat_tables(pending).combine_chunks())
@@ -271,7 +276,11 @@ def _export(prepared: Prepared) -> Table:
                 '  Pass volume="/Volumes/..." (needs WRITE VOLUME), or set BRIDGE_VOLUME.'
             )
         estimate = prepared.size.num_bytes
-        told = f"would take about {format_bytes(estimate)}" if estimate else f"takes more than {format_bytes(prepared.plan.max_bytes)}"
+        told = (
+            f"would take about {format_bytes(estimate)}"
+            if estimate
+            else f"takes more than {format_bytes(prepared.plan.max_bytes)}"
+        )
         raise _too_large(prepared, told)
     if prepared.reusable is not None:
         return Table.exported(*prepared.reusable, plan=prepared.plan)

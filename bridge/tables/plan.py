@@ -15,8 +15,8 @@ Route = Literal["collect", "export"]
 class Plan:
     """What a load will do, and why. Prints as a table, in notebooks as HTML.
 
-    `num_rows` and `num_bytes` (of Arrow memory) are None where unknown, upper bounds where `is_bound`. `version` is None
-    where none is held fast, and `pin_reason` says why. `volume` is where an export would go; `reuses` is the complete
+    `num_rows` and `num_bytes` (of Arrow memory) are None where unknown, and upper bounds where `is_bound`. `version` is
+    None where none is held fast; `pin_reason` says why. `volume` is where an export would go; `reuses` is the complete
     export that would be taken instead of a new one.
     """
 

@@ -145,9 +145,7 @@ class Table:
 
         return to_pandas(self.to_arrow(), dtype_backend)
 
-    def to_numpy(
-        self, features: Sequence[str] | None = None, label: str | None = None, *, dtype: Any = None
-    ) -> Any:
+    def to_numpy(self, features: Sequence[str] | None = None, label: str | None = None, *, dtype: Any = None) -> Any:
         """Return a dict of arrays, one of shape [rows] for each column; not one 2-D array of everything.
 
         With `features`: X of shape [rows, features] in the features' common type or `dtype`; with `label` too: (X, y).
@@ -165,9 +163,7 @@ class Table:
         matrix, target = to_matrix(self.to_arrow(), features, label, dtype)
         return matrix if label is None else (matrix, target)
 
-    def to_torch(
-        self, features: Sequence[str] | None = None, label: str | None = None, *, dtype: Any = None
-    ) -> Any:
+    def to_torch(self, features: Sequence[str] | None = None, label: str | None = None, *, dtype: Any = None) -> Any:
         """Return a dict of tensors (lists for strings and binary), X, or (X, y): as `to_numpy` does.
 
         Dates are int64 days and instants int64 microseconds since 1970 in UTC. Tensors may share memory with the table:
@@ -272,7 +268,7 @@ class Table:
             raise TableTooLargeError(
                 f"{self.receipt['table']} would take about {format_bytes(needed)} in memory; client_max_bytes is "
                 f"{format_bytes(allowed)}.\n"
-                "  Use to_loader() or to_huggingface(streaming=True), which need little, or raise BRIDGE_CLIENT_MAX_BYTES."
+                "  Use to_loader() or to_huggingface(streaming=True), or raise BRIDGE_CLIENT_MAX_BYTES."
             )
 
 

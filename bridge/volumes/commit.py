@@ -115,6 +115,8 @@ def discard(attempt: Attempt) -> None:
     """Delete what an attempt of ours that failed has written: its marker first, so that no reader sees a part."""
     if not attempt.folder.is_dir():
         return
-    for path in sorted(attempt.folder.rglob("*"), key=lambda path: (not _MARKER.fullmatch(path.name), -len(path.parts))):
+    for path in sorted(
+        attempt.folder.rglob("*"), key=lambda path: (not _MARKER.fullmatch(path.name), -len(path.parts))
+    ):
         path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
     attempt.folder.rmdir()

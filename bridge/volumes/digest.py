@@ -44,7 +44,9 @@ def read_range(file: int, path: Path, start: int, target: memoryview, expected: 
     while filled < len(target):
         count = os.preadv(file, [target[filled:]], start + filled)
         if count == 0:
-            raise CorruptFileError(f"{path} ends at byte {start + filled}; bytes up to {start + len(target)} were written.")
+            raise CorruptFileError(
+                f"{path} ends at byte {start + filled}; bytes up to {start + len(target)} were written."
+            )
         filled += count
     if digest_bytes(target) != expected:
         raise CorruptFileError(

@@ -37,7 +37,8 @@ class Place:
         """
         if self.local is None:
             raise VolumeError(
-                f"{self.name} is not a folder that Python can open here.\n  Give a volume (/Volumes/...) or a mounted path."
+                f"{self.name} is not a folder that Python can open here.\n"
+                "  Give a volume (/Volumes/...) or a mounted path."
             )
         return self.local
 
@@ -65,7 +66,8 @@ def locate(path: str | os.PathLike[str], volume_root: Path | None = None) -> Pla
         parts = [part for part in text.split("/")[2:] if part]
         if len(parts) < 3 or ".." in parts:
             raise VolumeError(
-                f"{text} does not name a volume.\n  Give catalog, schema and volume: /Volumes/<catalog>/<schema>/<volume>/..."
+                f"{text} does not name a volume.\n"
+                "  Give catalog, schema and volume: /Volumes/<catalog>/<schema>/<volume>/..."
             )
         name = "/Volumes/" + "/".join(parts)
         if _is_mounted(name):
@@ -105,7 +107,8 @@ def refuse_glob(place: Place) -> None:
     """
     if _GLOB.search(place.name):
         raise VolumeError(
-            f"{place.name} cannot hold exports: readers expand ? * [ ] {{ }} in a path.\n  Choose a folder without them."
+            f"{place.name} cannot hold exports: readers expand ? * [ ] {{ }} in a path.\n"
+            "  Choose a folder without them."
         )
 
 

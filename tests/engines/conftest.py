@@ -39,6 +39,14 @@ class EngineUnderTest:
         """Load through this engine's session."""
         return bridge.load_table(source, spark=self.spark, **arguments)
 
+    def new_session(self, zone: str) -> Any:
+        """Open another session on the same server, in a zone of its own; what is active stays so."""
+        from pyspark.sql.connect.session import SparkSession
+
+        spark = SparkSession(self.spark.client._builder)
+        spark.conf.set("spark.sql.session.timeZone", zone)
+        return spark
+
 
 def _start(name: str, folder: Path, stack: ExitStack) -> EngineUnderTest:
     patch = stack.enter_context(pytest.MonkeyPatch.context())

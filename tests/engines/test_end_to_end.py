@@ -115,7 +115,9 @@ def test_a_loader_gives_each_row_once(any_engine: Any, mixed: str, route: str, t
 
 
 def test_columns_filter_and_limit(any_engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
-    table = any_engine.load(mixed, columns=["B", "text"], where="b < 10 AND text IS NOT NULL", route=route, volume=tmp_path)
+    table = any_engine.load(
+        mixed, columns=["B", "text"], where="b < 10 AND text IS NOT NULL", route=route, volume=tmp_path
+    )
 
     assert table.schema.names == ["b", "text"]
     assert [row["b"] for row in _rows(table)] == [1, 2, 3, 4, 6, 7, 8, 9]
@@ -172,7 +174,10 @@ def test_a_dataframe_is_a_source_and_leaves_no_view(any_engine: Any, mixed: str,
 
     table = bridge.load_table(frame, route=route, volume=tmp_path)
 
-    assert sorted(table.to_arrow().to_pylist(), key=str) == [{"flag": False, "count": 500}, {"flag": True, "count": 500}]
+    assert sorted(table.to_arrow().to_pylist(), key=str) == [
+        {"flag": False, "count": 500},
+        {"flag": True, "count": 500},
+    ]
     assert table.version is None
     assert not [view.name for view in any_engine.spark.catalog.listTables() if view.name.startswith("bridge_")]
 

@@ -32,12 +32,21 @@ class HistoryEngine:
         try:
             with quiet():
                 if version is not None:
-                    rows, told = spark.sql(statement).filter(f"version = {version}").collect(), "the version that was asked for"
+                    rows, told = (
+                        spark.sql(statement).filter(f"version = {version}").collect(),
+                        "the version that was asked for",
+                    )
                 elif timestamp is not None:
                     earlier = spark.sql(statement).filter(f"timestamp <= timestamp{sql_string(timestamp)}")
-                    rows, told = earlier.orderBy("version", ascending=False).limit(1).collect(), f"the version of {timestamp}"
+                    rows, told = (
+                        earlier.orderBy("version", ascending=False).limit(1).collect(),
+                        f"the version of {timestamp}",
+                    )
                 else:
-                    rows, told = spark.sql(f"{statement} LIMIT 1").collect(), "the newest version when the plan was made"
+                    rows, told = (
+                        spark.sql(f"{statement} LIMIT 1").collect(),
+                        "the newest version when the plan was made",
+                    )
         except PySparkException as exc:
             return Pin(version, None, f"the table's history cannot be read: {reason(exc)}")
         if not rows:

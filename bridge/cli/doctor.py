@@ -1,0 +1,277 @@
+"""bridge doctor."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import typer
+
+import bridge
+from bridge.cli.options import ProfileOption, choose_profile
+from bridge.cli.screen import print_table
+
+if TYPE_CHECKING:
+    from bridge.config import Settings
+
+_DISTRIBUTION = "spark-training-bridge"
+_BASE = ("pyarrow", "pandas", "datasets")
+# all of these put their files into the one folder `pyspark`
+_PYSPARKS = ("pyspark", "pyspark-client", "databricks-connect")
+_ENGINES = ("embedded engine", "local[*]", "remote server", "Databricks")
+_FOLDERS = ("volume root", "warehouse")
+
+
+@dataclass(frozen=True)
+class Check:
+    """What was seen of one thing, and what to type where it does not work. "absent" is for what not everybody needs."""
+
+    name: str
+    state: Literal["ok", "absent", "problem"]
+    seen: str
+    remedy: str = ""
+
+
+def doctor(profile: ProfileOption = None) -> None:
+    """Check versions, engines, folders, disk and memory, and say what to type where something is wrong."""
+    choose_profile(profile)
+    checks = list(_run_checks())
+    rows = []
+    for check in checks:
+        rows.append([check.name, check.state, check.seen])
+        rows += [["", "", f"> {line.strip()}"] for line in check.remedy.splitlines()]
+    print_table(["check", "state", "what was seen, and > what to do"], rows)
+    broken = _broken(checks)
+    problems = sum(check.state == "problem" for check in checks)
+    print()
+    if broken:
+        print(f"Needed, and broken: {', '.join(broken)}.")
+        raise typer.Exit(1)
+    print("All that is needed works." + (f" Problems beside that: {problems}." if problems else ""))
+
+
+def _broken(checks: Iterable[Check]) -> list[str]:
+    states = {check.name: check.state for check in checks}
+    broken = [name for name in (*_BASE, *_FOLDERS) if states[name] == "problem"]
+    return broken if any(states[name] == "ok" for name in _ENGINES) else ["no engine works", *broken]
+
+
+def _run_checks() -> Iterable[Check]:
+    yield Check("Python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
+    yield Check("bridge", "ok", bridge.__version__)
+    for name in _BASE:
+        yield _safely(name, lambda name=name: _base_package(name))
+    yield _safely("torch", lambda: _optional_package("torch", "torch", "tensors and loaders"))
+    yield _safely("pysail", lambda: _optional_package("pysail", "local", "the embedded engine"))
+    yield _safely("pyspark", _pyspark)
+    settings, check = _settings()
+    yield check
+    yield _safely("embedded engine", lambda: _embedded(settings.warehouse))
+    yield _safely("local[*]", _local_spark)
+    yield _safely("Delta for local[*]", lambda: _delta_jars(settings.spark_jars))
+    yield _safely("remote server", lambda: _remote(settings))
+    yield _safely("Databricks", _databricks)
+    root = settings.volume_root or _data_folder() / "volumes"
+    yield _safely("/Volumes", lambda: _mount(root))
+    yield _safely("volume root", lambda: _folder("volume root", root, "BRIDGE_VOLUME_ROOT"))
+    yield _safely("warehouse", lambda: _folder("warehouse", settings.warehouse, "BRIDGE_WAREHOUSE"))
+    yield _safely("memory", lambda: _memory(settings.max_bytes))
+
+
+def _safely(name: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Exception as exc:  # noqa: BLE001  # whatever is broken here, the other checks still help
+        return _failed(name, exc)
+
+
+def _failed(name: str, exc: Exception, state: Literal["absent", "problem"] = "problem") -> Check:
+    first, _, rest = str(exc).partition("\n")
+    return Check(name, state, first or type(exc).__name__, rest)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _extra(name: str) -> str:
+    return f'pip install "{_DISTRIBUTION}[{name}]"'
+
+
+def _base_package(name: str) -> Check:
+    version = _version(name)
+    return Check(name, "ok", version) if version else Check(name, "problem", "not installed", f"pip install {name}")
+
+
+def _optional_package(name: str, extra: str, purpose: str) -> Check:
+    version = _version(name)
+    return Check(name, "ok", version) if version else Check(name, "absent", f"needed for {purpose}", _extra(extra))
+
+
+def _pyspark() -> Check:
+    found = {name: version for name in _PYSPARKS if (version := _version(name))}
+    seen = ", ".join(f"{name} {version}" for name, version in found.items())
+    if not found:
+        return Check("pyspark", "absent", "needed for every engine", f"{_extra('local')}, or [spark], or [databricks]")
+    if len(found) == 1:
+        return Check("pyspark", "ok", seen)
+    extra = "databricks" if "databricks-connect" in found else "spark" if "pyspark" in found else "local"
+    return Check(
+        "pyspark",
+        "problem",
+        f"{seen}: they own the same folder, {_pyspark_folder()}, and overwrite each other's files",
+        f"pip uninstall -y {' '.join(found)}\n{_extra(extra)}",
+    )
+
+
+def _pyspark_folder() -> str:
+    for name in _PYSPARKS:
+        for file in _files(name):
+            if file.parts[:1] == ("pyspark",):
+                return str(Path(str(file.locate())).parents[len(file.parts) - 2])
+    return "pyspark"
+
+
+def _files(distribution: str) -> list[metadata.PackagePath]:
+    return (metadata.files(distribution) or []) if _version(distribution) else []
+
+
+def _settings() -> tuple[Settings, Check]:
+    from bridge.config import Settings, load_settings
+
+    try:
+        settings = load_settings()
+    except bridge.ConfigError as exc:
+        return Settings(), _failed("settings", exc)
+    given = sorted({origin for origin in settings.origins.values() if origin != "default"})
+    return settings, Check("settings", "ok", f"from {', '.join(given)}" if given else "defaults")
+
+
+def _embedded(warehouse: Path) -> Check:
+    start = time.perf_counter()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", RuntimeWarning)
+        try:
+            rows = bridge.connect("sail").range(3).count()
+        except bridge.MissingDependencyError as exc:
+            return _failed("embedded engine", exc, "absent")
+    took = time.perf_counter() - start
+    for warning in caught:
+        if issubclass(warning.category, RuntimeWarning):  # a table of the warehouse that cannot be registered
+            return Check("embedded engine", "problem", str(warning.message), "move that folder out of the warehouse")
+    tables = sum(1 for _ in warehouse.glob("*/*/*/_delta_log"))
+    return Check(
+        "embedded engine", "ok", f"started and counted to {rows} in {took:.1f} s; {tables} Delta tables in the warehouse"
+    )
+
+
+def _local_spark() -> Check:
+    from bridge.spark.engines.process import find_java, spark_home
+
+    try:
+        spark_home()
+        java = find_java()
+    except (bridge.MissingDependencyError, bridge.EngineUnavailableError) as exc:
+        return _failed("local[*]", exc, "absent")
+    return Check("local[*]", "ok", f"the full pyspark, and Java {_java_version(java)} at {java}")
+
+
+def _java_version(java: Path) -> str:
+    """Read the version from the file `release` that a JDK or JRE keeps; `find_java` has found it new enough."""
+    try:
+        lines = (java.resolve().parents[1] / "release").read_text().splitlines()
+    except OSError:
+        return "17 or newer"
+    versions = [line.partition("=")[2].strip('"') for line in lines if line.startswith("JAVA_VERSION=")]
+    return versions[0] if versions else "17 or newer"
+
+
+def _delta_jars(spark_jars: str | None) -> Check:
+    from bridge.spark.engines.apache import delta_conf
+
+    if spark_jars is None:
+        return Check(
+            "Delta for local[*]", "absent", "the setting spark_jars is empty: local[*] reads no Delta tables",
+            "export BRIDGE_SPARK_JARS=<a folder with delta-spark and what it needs>",
+        )  # fmt: skip
+    delta_conf(spark_jars)
+    return Check("Delta for local[*]", "ok", spark_jars)
+
+
+def _remote(settings: Settings) -> Check:
+    from bridge.config import redact
+    from bridge.spark.channel import open_session
+
+    remote = settings.remote if (settings.remote or "").startswith("sc://") else os.environ.get("SPARK_REMOTE")
+    if not remote or not remote.startswith("sc://"):
+        return Check(
+            "remote server", "absent", "no sc:// address in SPARK_REMOTE or the setting remote",
+            "export SPARK_REMOTE=sc://<host>:15002",
+        )  # fmt: skip
+    spark = open_session(remote, timeout_s=10)
+    version = spark.version
+    spark.stop()
+    return Check("remote server", "ok", f"{redact(remote)} answers: Spark {version}")
+
+
+def _databricks() -> Check:
+    set_ = [name for name in sorted(os.environ) if name.startswith("DATABRICKS_")]
+    if Path("~/.databrickscfg").expanduser().is_file():
+        set_.append("~/.databrickscfg")
+    version = _version("databricks-connect")
+    if version and set_:
+        return Check("Databricks", "ok", f"databricks-connect {version}; configured by {', '.join(set_)}; not contacted")
+    if version:
+        return Check(
+            "Databricks", "absent", f"databricks-connect {version}, but no workspace is named",
+            "export DATABRICKS_HOST=https://<workspace>, or DATABRICKS_CONFIG_PROFILE",
+        )  # fmt: skip
+    seen = "databricks-connect is not installed" + (f", though {', '.join(set_)} is there" if set_ else "")
+    return Check("Databricks", "absent", seen, f"{_extra('databricks')}  (in an environment without pyspark)")
+
+
+def _mount(root: Path) -> Check:
+    if os.path.ismount("/Volumes") or os.path.isdir("/Volumes"):
+        return Check("/Volumes", "ok", "mounted")
+    return Check("/Volumes", "absent", f"not mounted; the volume root, {root}, stands for it")
+
+
+def _folder(name: str, folder: Path, variable: str) -> Check:
+    nearest = next(path for path in (folder, *folder.parents) if path.exists())
+    remedy = f"make {folder} a folder that you can write, or export {variable}=<another>"
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as exc:
+        return Check(name, "problem", f"{folder} cannot be written: {exc.strerror} ({nearest})", remedy)
+    from bridge.display import format_bytes
+
+    made = "" if nearest == folder else "; it will be made"
+    return Check(name, "ok", f"{folder} ({format_bytes(shutil.disk_usage(nearest).free)} free{made})")
+
+
+def _memory(max_bytes: int | None) -> Check:
+    from bridge.config import available_memory
+    from bridge.display import format_bytes
+
+    free = available_memory()
+    ceiling = min(512 << 20, free // 4) if max_bytes is None else max_bytes
+    return Check("memory", "ok", f"{format_bytes(free)} available; a collect may hold {format_bytes(ceiling)}")
+
+
+def _data_folder() -> Path:
+    from bridge.config import data_folder
+
+    return data_folder()

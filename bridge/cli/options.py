@@ -1,0 +1,50 @@
+"""Arguments and options, each defined once for all the commands that take it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+SourceArgument = Annotated[
+    str,
+    typer.Argument(metavar="TABLE", help="catalog.schema.table, schema.table, table, or the path of a Delta table."),
+]
+ColumnsOption = Annotated[str | None, typer.Option("--columns", metavar="A,B", help="The columns to read; else all.")]
+WhereOption = Annotated[str | None, typer.Option("--where", metavar="SQL", help="Read only the rows this is true for.")]
+VersionOption = Annotated[
+    int | None, typer.Option("--version", min=0, help="A version of a Delta table; else the newest.")
+]
+TimestampOption = Annotated[
+    str | None, typer.Option("--timestamp", metavar="TIME", help="A time, instead of a version.")
+]
+LimitOption = Annotated[int | None, typer.Option("--limit", min=0, help="At most so many rows.")]
+RouteOption = Annotated[
+    Literal["auto", "collect", "export"], typer.Option("--route", help="How rows travel; auto decides by size.")
+]
+MaxBytesOption = Annotated[
+    str | None, typer.Option("--max-bytes", metavar="SIZE", help='The most that a collect may hold, such as "2GiB".')
+]
+VolumeOption = Annotated[
+    str | None, typer.Option("--volume", metavar="FOLDER", help="Where an export goes: /Volumes/... or a folder.")
+]
+VolumeArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="VOLUME", help="/Volumes/... or a folder; else the setting volume, else the data folder."),
+]
+RemoteOption = Annotated[
+    str | None, typer.Option("--remote", metavar="R", help="The engine: sail, local[*], sc://host:port, databricks.")
+]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option("--profile", metavar="P", help="A file of settings: local, cluster, databricks, or your own."),
+]
+ToOption = Annotated[Path, typer.Option("--to", metavar="PATH", help="A file that ends in .parquet, .arrow or .csv.")]
+
+
+def choose_profile(profile: str | None) -> None:
+    """Put a profile in force for every setting that this process reads, not for the remote alone."""
+    if profile:
+        os.environ["BRIDGE_PROFILE"] = profile

@@ -1,0 +1,165 @@
+"""bridge plan, bridge load, bridge export."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+import bridge
+from bridge.cli.options import (
+    ColumnsOption,
+    LimitOption,
+    MaxBytesOption,
+    ProfileOption,
+    RemoteOption,
+    RouteOption,
+    SourceArgument,
+    TimestampOption,
+    ToOption,
+    VersionOption,
+    VolumeArgument,
+    VolumeOption,
+    WhereOption,
+    choose_profile,
+)
+from bridge.cli.screen import print_types
+from bridge.display import format_bytes, format_count
+from bridge.errors import LossyConversionError, VolumeError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import SparkSession
+
+    from bridge.tables.table import Table
+
+_FORMATS = (".parquet", ".arrow", ".csv")
+
+
+def plan(
+    source: SourceArgument,
+    columns: ColumnsOption = None,
+    where: WhereOption = None,
+    version: VersionOption = None,
+    timestamp: TimestampOption = None,
+    limit: LimitOption = None,
+    route: RouteOption = "auto",
+    max_bytes: MaxBytesOption = None,
+    volume: VolumeOption = None,
+    remote: RemoteOption = None,
+    profile: ProfileOption = None,
+) -> None:
+    """Show what a load would do and why, and what each column becomes; no rows move."""
+    spark = _session(remote, profile)
+    made = bridge.plan_table(
+        source, columns=_names(columns), where=where, version=version, timestamp=timestamp, limit=limit, route=route,
+        max_bytes=max_bytes, volume=volume, spark=spark,
+    )  # fmt: skip
+    print(made)
+    print()
+    print_types(made.types)
+
+
+def load(
+    source: SourceArgument,
+    to: ToOption,
+    columns: ColumnsOption = None,
+    where: WhereOption = None,
+    version: VersionOption = None,
+    timestamp: TimestampOption = None,
+    limit: LimitOption = None,
+    route: RouteOption = "auto",
+    max_bytes: MaxBytesOption = None,
+    volume: VolumeOption = None,
+    remote: RemoteOption = None,
+    profile: ProfileOption = None,
+) -> None:
+    """Load a table and write it to one file, which is replaced if it is there."""
+    if to.suffix.lower() not in _FORMATS:
+        raise typer.BadParameter(f"{to} does not end in {', '.join(_FORMATS)}.", param_hint="--to")
+    target = Path(bridge.volume_path(to))
+    if not target.parent.is_dir():
+        raise VolumeError(f"{to} cannot be written: {target.parent} is not a folder.\n  Make it, or choose another.")
+    spark = _session(remote, profile)
+    table = bridge.load_table(
+        source, columns=_names(columns), where=where, version=version, timestamp=timestamp, limit=limit, route=route,
+        max_bytes=max_bytes, volume=volume, spark=spark,
+    )  # fmt: skip
+    _write(table, target)
+    print(f"{table!r}\n{target}: {format_bytes(target.stat().st_size)}")
+
+
+def export(
+    source: SourceArgument,
+    volume: VolumeArgument = None,
+    columns: ColumnsOption = None,
+    where: WhereOption = None,
+    version: VersionOption = None,
+    timestamp: TimestampOption = None,
+    remote: RemoteOption = None,
+    profile: ProfileOption = None,
+) -> None:
+    """Write a table as Parquet shards, or find the export that is already there; the last line is its folder."""
+    spark = _session(remote, profile)
+    table = bridge.export_table(
+        source, volume, columns=_names(columns), where=where, version=version, timestamp=timestamp, spark=spark
+    )
+    name = table.receipt["table"] + ("" if table.version is None else f" version {table.version}")
+    shards = f"{len(table.files)} shard{'' if len(table.files) == 1 else 's'}"
+    was = "reused" if table.plan and table.plan.reuses else "new"
+    print(
+        f"{name}: {format_count(table.num_rows)} rows, {shards}, {format_bytes(table.num_bytes)}, {was}\n{table.path}"
+    )
+
+
+def _session(remote: str | None, profile: str | None) -> SparkSession | None:
+    choose_profile(profile)
+    return bridge.connect(remote, profile=profile) if remote or profile else None
+
+
+def _names(columns: str | None) -> list[str] | None:
+    """Split at commas; a name that holds one stands in double quotes."""
+    return (
+        None if columns is None else [name.strip() for name in next(csv.reader([columns], skipinitialspace=True), [])]
+    )
+
+
+def _write(table: Table, path: Path) -> None:
+    if path.suffix.lower() == ".csv":
+        _refuse_for_csv(table.schema)
+    try:
+        with _open_writer(path, table.schema) as writer:
+            for batch in table.to_batches():
+                writer.write_batch(batch)
+    except BaseException as exc:
+        path.unlink(missing_ok=True)
+        if isinstance(exc, OSError) and not isinstance(exc, bridge.BridgeError):
+            raise VolumeError(f"{path} could not be written: {exc.strerror or exc}.") from exc
+        raise
+
+
+def _open_writer(path: Path, schema: pa.Schema) -> Any:
+    if path.suffix.lower() == ".parquet":
+        import pyarrow.parquet as pq
+
+        return pq.ParquetWriter(path, schema)
+    if path.suffix.lower() == ".arrow":
+        import pyarrow as pa
+
+        return pa.ipc.new_file(path, schema)
+    import pyarrow.csv
+
+    return pyarrow.csv.CSVWriter(path, schema)
+
+
+def _refuse_for_csv(schema: pa.Schema) -> None:
+    import pyarrow as pa
+
+    for field in schema:
+        if pa.types.is_nested(field.type) or pa.types.is_binary(field.type) or pa.types.is_duration(field.type):
+            raise LossyConversionError(
+                f"column {field.name!r} is {field.type}, which CSV cannot hold.\n"
+                "  Write .parquet or .arrow, or leave the column out with --columns."
+            )
