@@ -29,6 +29,8 @@ Contender = Callable[[], Any]
 # `bridge` itself is asked by import: a checkout need not be installed.
 _LIBRARIES = ("datasets", "numpy", "pandas", "pyarrow", "pysail", "pyspark", "pyspark-client", "torch")
 
+_CHILD_TIMEOUT_S = 300
+
 
 class MismatchError(ValueError):
     """A contender did other work than the reference."""
@@ -160,7 +162,10 @@ def process(argv: Sequence[str], *, env: Mapping[str, str] | None = None) -> Con
 
 
 def _run(argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(argv, env=env, capture_output=True, text=True, check=False, timeout=_CHILD_TIMEOUT_S)
+    except subprocess.TimeoutExpired as exc:
+        raise ChildError(f"{Path(argv[0]).name} had not ended after {_CHILD_TIMEOUT_S} s") from exc
     if done.returncode:
         raise ChildError(f"{Path(argv[0]).name} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
     return done

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -75,7 +76,6 @@ def first_batch() -> None:
     loaded = time.perf_counter()
     batch = next(iter(table.to_loader(batch_size=_BATCH_ROWS)))
     ended = time.perf_counter()
-    print(_described(batch))
     steps = {
         "import bridge": imported - started,
         "connect": connected - imported,
@@ -83,12 +83,11 @@ def first_batch() -> None:
         "to_loader, first batch (imports torch)": ended - loaded,
     }
     print(json.dumps(steps), file=sys.stderr)
+    _end(_described(batch))
 
 
 def first_batch_by_hand() -> None:
     """Do the same with pysail, pyspark and torch alone; run in a child."""
-    import os
-
     from pysail.spark import SparkConnectServer
     from pyspark.sql.connect.session import SparkSession
 
@@ -110,8 +109,14 @@ def first_batch_by_hand() -> None:
             if pa.types.is_timestamp(column.type):
                 column = column.cast(pa.int64())
             batch[name] = torch.from_numpy(column.to_numpy().copy())
-    print(_described(batch))
-    server.stop()
+    _end(_described(batch))
+
+
+def _end(shown: str) -> None:
+    """Print, and end the process at once: what it does afterwards is not asked about."""
+    print(shown, flush=True)
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _described(batch: dict[str, Any]) -> str:

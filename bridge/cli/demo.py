@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import bridge
 from bridge.cli.screen import print_table
-from bridge.display import format_bytes, format_count, format_seconds
-from bridge.errors import MissingDependencyError, VolumeError
+from bridge.display import format_bytes, format_count, format_seconds, plain_table
+from bridge.errors import MissingDependencyError
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -36,11 +36,11 @@ def demo() -> None:
     The flights that left New York in 2013 become a Delta table of the embedded engine; a small model learns from it
     which of them arrive more than 15 minutes late.
     """
-    from bridge.columns.tensors import import_torch
+    from bridge.columns.tensors import require_torch
     from bridge.config import load_settings
 
     start = time.perf_counter()
-    import_torch()
+    require_torch()
     warehouse = load_settings().warehouse
 
     _title("The table: flights that left New York in 2013")
@@ -49,13 +49,12 @@ def demo() -> None:
         print(f"{_NAME} is there already: {format_count(spark.table(_NAME).count())} rows.")
     else:
         took = _clock()
-        rows = _make_table(spark, warehouse)
-        print(f"{_NAME} was written as Delta: {format_count(rows)} rows in {took()}.")
+        num_rows = _make_table(spark, warehouse)
+        print(f"{_NAME} was written as Delta: {format_count(num_rows)} rows in {took()}.")
     print()
-    print_table(
-        ["column", "Spark", "Arrow", "pandas", "torch"],
-        [[t.name, t.spark, t.arrow, t.pandas, t.torch or "(none)"] for t in bridge.plan_table(_NAME, spark=spark).types],
-    )
+    types = bridge.plan_table(_NAME, spark=spark).types
+    rows = [[t.name, t.spark, t.arrow, t.pandas, t.torch or "(none)"] for t in types]
+    print(plain_table(["column", "Spark", "Arrow", "pandas", "torch"], rows))
 
     _title("Route collect: Arrow record batches into memory")
     collected = _load(spark, "collect")
@@ -72,10 +71,8 @@ def demo() -> None:
     _show_receipt(exported)
 
     _title("Where things lie")
-    print_table(
-        ["what", "where"],
-        [["Delta table", str(warehouse / "main" / "demo" / "flights")], ["export", exported.path or ""]],
-    )
+    places = [("Delta table", warehouse / "main" / "demo" / "flights"), ("export", exported.path)]
+    print_table(plain_table(["what", "where"], places))
 
     _title("What to try next")
     print(
@@ -107,13 +104,8 @@ def _make_table(spark: SparkSession, warehouse: Path) -> int:
 
     flights = _read_flights()
     folder = warehouse / "main" / "demo"
-    try:
-        # made before the engine is told: where the path holds odd characters it is told a link, which must lead somewhere
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as exc:
-        raise VolumeError(
-            f"the warehouse {warehouse} cannot be written: {exc.strerror}.\n  Set BRIDGE_WAREHOUSE to another folder."
-        ) from exc
+    # made before the engine is told of it: it may be told a link instead, which has to lead somewhere
+    folder.mkdir(parents=True, exist_ok=True)
     spark.sql(f"CREATE SCHEMA IF NOT EXISTS main.demo LOCATION {sql_string(SailEngine().spark_path(folder))}")
     spark.createDataFrame(flights).write.format("delta").saveAsTable(_NAME)
     return int(flights.num_rows)
@@ -144,7 +136,7 @@ def _read_flights() -> pa.Table:
 def _load(spark: SparkSession, route: str) -> Table:
     took = _clock()
     table = bridge.load_table(_NAME, columns=[*_FEATURES, _LABEL], where=_WHERE, route=route, spark=spark)
-    print(table.plan)
+    print_table(table.plan)
     print()
     if table.plan and table.plan.reuses:
         print(f"The export was there, complete and of the same version: reused in {took()}.")
@@ -173,6 +165,8 @@ def _train(table: Table) -> _Outcome:
     from bridge.progress import progress_bar
 
     torch.manual_seed(0)
+    # a model this small gains nothing from more, and where cores are shared the threads wait for each other
+    torch.set_num_threads(1)
     mean, deviation = map(torch.tensor, _mean_and_deviation(table))
     model = nn.Sequential(nn.Linear(len(_FEATURES), 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -181,7 +175,9 @@ def _train(table: Table) -> _Outcome:
     losses: list[float] = []
     seen: list[tuple[int, int, int]] = []
     start = time.perf_counter()
-    with progress_bar(f"epoch by {table.route}", total=table.num_rows, unit=" rows", enabled=sys.stderr.isatty()) as bar:
+    with progress_bar(
+        f"epoch by {table.route}", total=table.num_rows, unit=" rows", enabled=sys.stderr.isatty()
+    ) as bar:
         for features, delay in loader:
             late = delay > _LATE_MINUTES
             logits = model((features - mean) / deviation).squeeze(1)
@@ -221,19 +217,24 @@ def _mean_and_deviation(table: Table) -> Iterator[list[float]]:
 
 
 def _compare(outcomes: dict[str, _Outcome]) -> None:
-    print(f"An epoch from each: is the arrival more than {_LATE_MINUTES} minutes late? Each batch is judged before it is learned from.\n")
+    print(
+        f"One epoch from each: does a flight arrive more than {_LATE_MINUTES} minutes late?\n"
+        "Each batch is judged before it is learned from.\n"
+    )
     lines: list[tuple[str, Any]] = [
         ("steps of 1,024 rows", lambda o: format_count(o.steps)),
         ("rows/s, training included", lambda o: format_count(round(o.rows_per_s))),
         (f"loss, mean of the first {_TAIL} steps", lambda o: f"{o.first_loss:.3f}"),
         (f"loss, mean of the last {_TAIL} steps", lambda o: f"{o.last_loss:.3f}"),
         (f"accuracy in the last {_TAIL} steps", lambda o: f"{o.accuracy:.1%}"),
-        ("accuracy of always answering no", lambda o: f"{o.majority:.1%}"),
+        ("accuracy of the majority class", lambda o: f"{o.majority:.1%}"),
     ]
-    print_table(["", *outcomes], [[name, *(shown(outcome) for outcome in outcomes.values())] for name, shown in lines])
+    rows = [[name, *(shown(outcome) for outcome in outcomes.values())] for name, shown in lines]
+    print(plain_table(["", *outcomes], rows))
 
 
 def _show_receipt(table: Table) -> None:
     told = [(name, table.receipt[name]) for name in ("table", "version", "where", "num_rows", "engine", "time")]
-    versions = ", ".join(f"{name} {version}" for name, version in table.receipt["versions"].items())
-    print_table(["receipt", ""], [[name, str(value)] for name, value in [*told, ("versions", versions)]])
+    versions = table.receipt["versions"]
+    libraries = ", ".join(f"{name} {versions[name]}" for name in ("bridge", "pyarrow", "pysail") if name in versions)
+    print_table(plain_table(["receipt", ""], [[name, str(value)] for name, value in [*told, ("versions", libraries)]]))

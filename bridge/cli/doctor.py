@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,6 +20,7 @@ import typer
 import bridge
 from bridge.cli.options import ProfileOption, choose_profile
 from bridge.cli.screen import print_table
+from bridge.display import format_bytes, format_seconds, plain_table
 
 if TYPE_CHECKING:
     from bridge.config import Settings
@@ -42,14 +44,14 @@ class Check:
 
 
 def doctor(profile: ProfileOption = None) -> None:
-    """Check versions, engines, folders, disk and memory, and say what to type where something is wrong."""
+    """Check that everything works, and say what to type if not."""
     choose_profile(profile)
     checks = list(_run_checks())
     rows = []
     for check in checks:
         rows.append([check.name, check.state, check.seen])
         rows += [["", "", f"> {line.strip()}"] for line in check.remedy.splitlines()]
-    print_table(["check", "state", "what was seen, and > what to do"], rows)
+    print_table(plain_table(["check", "state", "what was seen, and > what to type"], rows))
     broken = _broken(checks)
     problems = sum(check.state == "problem" for check in checks)
     print()
@@ -61,26 +63,30 @@ def doctor(profile: ProfileOption = None) -> None:
 
 def _broken(checks: Iterable[Check]) -> list[str]:
     states = {check.name: check.state for check in checks}
-    broken = [name for name in (*_BASE, *_FOLDERS) if states[name] == "problem"]
-    return broken if any(states[name] == "ok" for name in _ENGINES) else ["no engine works", *broken]
+    broken = [name for name in (*_BASE, "settings", *_FOLDERS) if states.get(name) == "problem"]
+    return broken if any(states.get(name) == "ok" for name in _ENGINES) else ["no engine works", *broken]
 
 
 def _run_checks() -> Iterable[Check]:
+    from bridge.config import data_folder
+
     yield Check("Python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
     yield Check("bridge", "ok", bridge.__version__)
     for name in _BASE:
-        yield _safely(name, lambda name=name: _base_package(name))
+        yield _safely(name, partial(_base_package, name))
     yield _safely("torch", lambda: _optional_package("torch", "torch", "tensors and loaders"))
     yield _safely("pysail", lambda: _optional_package("pysail", "local", "the embedded engine"))
     yield _safely("pyspark", _pyspark)
     settings, check = _settings()
     yield check
+    if settings is None:
+        return
     yield _safely("embedded engine", lambda: _embedded(settings.warehouse))
     yield _safely("local[*]", _local_spark)
     yield _safely("Delta for local[*]", lambda: _delta_jars(settings.spark_jars))
     yield _safely("remote server", lambda: _remote(settings))
     yield _safely("Databricks", _databricks)
-    root = settings.volume_root or _data_folder() / "volumes"
+    root = settings.volume_root or data_folder() / "volumes"
     yield _safely("/Volumes", lambda: _mount(root))
     yield _safely("volume root", lambda: _folder("volume root", root, "BRIDGE_VOLUME_ROOT"))
     yield _safely("warehouse", lambda: _folder("warehouse", settings.warehouse, "BRIDGE_WAREHOUSE"))
@@ -148,13 +154,16 @@ def _files(distribution: str) -> list[metadata.PackagePath]:
     return (metadata.files(distribution) or []) if _version(distribution) else []
 
 
-def _settings() -> tuple[Settings, Check]:
+def _settings() -> tuple[Settings | None, Check]:
+    """Return the settings in force, else the defaults; None without a home folder, where there are no defaults."""
     from bridge.config import Settings, load_settings
 
     try:
         settings = load_settings()
     except bridge.ConfigError as exc:
-        return Settings(), _failed("settings", exc)
+        return Settings.model_construct(), _failed("settings", exc)
+    except RuntimeError as exc:
+        return None, _failed("settings", exc)
     given = sorted({origin for origin in settings.origins.values() if origin != "default"})
     return settings, Check("settings", "ok", f"from {', '.join(given)}" if given else "defaults")
 
@@ -167,13 +176,13 @@ def _embedded(warehouse: Path) -> Check:
             rows = bridge.connect("sail").range(3).count()
         except bridge.MissingDependencyError as exc:
             return _failed("embedded engine", exc, "absent")
-    took = time.perf_counter() - start
+    took = format_seconds(time.perf_counter() - start)
     for warning in caught:
         if issubclass(warning.category, RuntimeWarning):  # a table of the warehouse that cannot be registered
             return Check("embedded engine", "problem", str(warning.message), "move that folder out of the warehouse")
     tables = sum(1 for _ in warehouse.glob("*/*/*/_delta_log"))
     return Check(
-        "embedded engine", "ok", f"started and counted to {rows} in {took:.1f} s; {tables} Delta tables in the warehouse"
+        "embedded engine", "ok", f"started and counted to {rows} in {took}; Delta tables in the warehouse: {tables}"
     )
 
 
@@ -232,7 +241,9 @@ def _databricks() -> Check:
         set_.append("~/.databrickscfg")
     version = _version("databricks-connect")
     if version and set_:
-        return Check("Databricks", "ok", f"databricks-connect {version}; configured by {', '.join(set_)}; not contacted")
+        return Check(
+            "Databricks", "ok", f"databricks-connect {version}; configured by {', '.join(set_)}; not contacted"
+        )
     if version:
         return Check(
             "Databricks", "absent", f"databricks-connect {version}, but no workspace is named",
@@ -256,7 +267,6 @@ def _folder(name: str, folder: Path, variable: str) -> Check:
             pass
     except OSError as exc:
         return Check(name, "problem", f"{folder} cannot be written: {exc.strerror} ({nearest})", remedy)
-    from bridge.display import format_bytes
 
     made = "" if nearest == folder else "; it will be made"
     return Check(name, "ok", f"{folder} ({format_bytes(shutil.disk_usage(nearest).free)} free{made})")
@@ -264,14 +274,7 @@ def _folder(name: str, folder: Path, variable: str) -> Check:
 
 def _memory(max_bytes: int | None) -> Check:
     from bridge.config import available_memory
-    from bridge.display import format_bytes
 
     free = available_memory()
     ceiling = min(512 << 20, free // 4) if max_bytes is None else max_bytes
     return Check("memory", "ok", f"{format_bytes(free)} available; a collect may hold {format_bytes(ceiling)}")
-
-
-def _data_folder() -> Path:
-    from bridge.config import data_folder
-
-    return data_folder()

@@ -15,12 +15,12 @@ SourceArgument = Annotated[
 ColumnsOption = Annotated[str | None, typer.Option("--columns", metavar="A,B", help="The columns to read; else all.")]
 WhereOption = Annotated[str | None, typer.Option("--where", metavar="SQL", help="Read only the rows this is true for.")]
 VersionOption = Annotated[
-    int | None, typer.Option("--version", min=0, help="A version of a Delta table; else the newest.")
+    int | None, typer.Option("--version", metavar="N", min=0, help="A version of a Delta table; else the newest.")
 ]
 TimestampOption = Annotated[
     str | None, typer.Option("--timestamp", metavar="TIME", help="A time, instead of a version.")
 ]
-LimitOption = Annotated[int | None, typer.Option("--limit", min=0, help="At most so many rows.")]
+LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=0, help="At most so many rows.")]
 RouteOption = Annotated[
     Literal["auto", "collect", "export"], typer.Option("--route", help="How rows travel; auto decides by size.")
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Sequence
+import textwrap
 from typing import TYPE_CHECKING
 
 from bridge.display import plain_table
@@ -12,34 +12,36 @@ from bridge.display import plain_table
 if TYPE_CHECKING:
     from bridge.columns.contract import TypeContract
 
+_NARROWEST = 12
 
-def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; where the terminal is too narrow for it, the text of wide columns is folded."""
-    text = plain_table(headers, rows)
+
+def print_table(table: object) -> None:
+    """Print what prints as a plain table. Where a terminal is too narrow, the text of the last column is folded."""
+    lines = str(table).splitlines()
     width = shutil.get_terminal_size((100, 24)).columns
-    if not sys.stdout.isatty() or all(len(line) <= width for line in text.splitlines()):
-        print(text)
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="")
-    for header in headers:
-        table.add_column(Text(f"{header}\n{'-' * len(header)}"), overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console(width=width, highlight=False).print(table)
+    last_column = lines[1].rfind(" ") + 1
+    fold = sys.stdout.isatty() and width - last_column >= _NARROWEST
+    for number, line in enumerate(lines):
+        if not fold or len(line) <= width:
+            print(line)
+        elif number == 1:
+            print(line[:width])
+        else:
+            # a path stays whole, so that it can be copied
+            pieces = textwrap.wrap(
+                line[last_column:], width - last_column, break_on_hyphens=False, break_long_words=False
+            )
+            print(line[:last_column] + f"\n{' ' * last_column}".join(pieces))
 
 
 def print_types(types: TypeContract) -> None:
     """Print what each column becomes; what is said of many columns is said once, below."""
+    headers = ["column", "Spark", "Arrow", "pandas", "NumPy", "torch"]
     print_table(
-        ["column", "Spark", "Arrow", "pandas", "NumPy", "torch"],
-        [[t.name, t.spark, t.arrow, t.pandas, t.numpy, t.torch or "(none)"] for t in types],
+        plain_table(headers, [[t.name, t.spark, t.arrow, t.pandas, t.numpy, t.torch or "(none)"] for t in types])
     )
     notes: dict[str, list[str]] = {}
     for column in types:
         notes.setdefault(column.nulls.removeprefix("nulls: "), []).append(column.name)
     print()
-    print_table(["nulls become", "in"], [[note, ", ".join(names)] for note, names in notes.items()])
+    print_table(plain_table(["nulls become", "in"], [[note, ", ".join(names)] for note, names in notes.items()]))

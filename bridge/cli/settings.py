@@ -6,24 +6,25 @@ from pathlib import Path
 
 from bridge.cli.options import ProfileOption
 from bridge.cli.screen import print_table
+from bridge.display import format_bytes, plain_table
 
 
 def config(profile: ProfileOption = None) -> None:
-    """Show the settings in force, and where each value came from; secrets are hidden."""
+    """Show the settings in force, and where each came from.
+
+    Secrets are hidden.
+    """
     from bridge.config import load_settings, profiles
 
     settings = load_settings(profile=profile)
-    print_table(
-        ["setting", "value", "from"],
-        [[name, _shown(name, getattr(settings, name)), origin] for name, origin in settings.origins.items()],
-    )
+    rows = [[name, _shown(name, getattr(settings, name)), origin] for name, origin in settings.origins.items()]
+    print_table(plain_table(["setting", "value", "from"], rows))
     print()
-    print_table(["profile", "file"], [[name, str(path)] for name, path in profiles().items()])
+    print_table(plain_table(["profile", "file"], [[name, str(path)] for name, path in profiles().items()]))
 
 
 def _shown(name: str, value: object) -> str:
     from bridge.config import redact
-    from bridge.display import format_bytes
 
     if value is None:
         return "(decided when needed)"

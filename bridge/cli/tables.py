@@ -25,7 +25,7 @@ from bridge.cli.options import (
     WhereOption,
     choose_profile,
 )
-from bridge.cli.screen import print_types
+from bridge.cli.screen import print_table, print_types
 from bridge.display import format_bytes, format_count
 from bridge.errors import LossyConversionError, VolumeError
 
@@ -51,13 +51,13 @@ def plan(
     remote: RemoteOption = None,
     profile: ProfileOption = None,
 ) -> None:
-    """Show what a load would do and why, and what each column becomes; no rows move."""
+    """Show what a load would do, and why; no rows move."""
     spark = _session(remote, profile)
     made = bridge.plan_table(
         source, columns=_names(columns), where=where, version=version, timestamp=timestamp, limit=limit, route=route,
         max_bytes=max_bytes, volume=volume, spark=spark,
     )  # fmt: skip
-    print(made)
+    print_table(made)
     print()
     print_types(made.types)
 
@@ -76,7 +76,7 @@ def load(
     remote: RemoteOption = None,
     profile: ProfileOption = None,
 ) -> None:
-    """Load a table and write it to one file, which is replaced if it is there."""
+    """Load a table into one file, in place of one that is there."""
     if to.suffix.lower() not in _FORMATS:
         raise typer.BadParameter(f"{to} does not end in {', '.join(_FORMATS)}.", param_hint="--to")
     target = Path(bridge.volume_path(to))
@@ -101,7 +101,10 @@ def export(
     remote: RemoteOption = None,
     profile: ProfileOption = None,
 ) -> None:
-    """Write a table as Parquet shards, or find the export that is already there; the last line is its folder."""
+    """Write a table as Parquet shards, or find them again.
+
+    The last line that is printed is the folder of the export.
+    """
     spark = _session(remote, profile)
     table = bridge.export_table(
         source, volume, columns=_names(columns), where=where, version=version, timestamp=timestamp, spark=spark

@@ -18,7 +18,7 @@ def to_numpy(table: pa.Table) -> dict[str, np.ndarray[Any, Any]]:
     """Return one array for each column, as the type contract says.
 
     Raises:
-        LossyConversionError: An integer or boolean column holds nulls.
+        LossyConversionError: An integer or boolean column holds nulls, or a map the same key twice.
     """
     return {name: column_to_numpy(column, name) for name, column in zip(table.column_names, table.columns, strict=True)}
 
@@ -36,7 +36,13 @@ def column_to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray[Any, Any]:
     if pa.types.is_null(arrow):
         return np.full(len(column), None, dtype=object)
     if pa.types.is_decimal(arrow) or pa.types.is_nested(arrow):
-        return np.asarray(column.to_pandas(maps_as_pydicts="strict"), dtype=object)
+        try:
+            return np.asarray(column.to_pandas(maps_as_pydicts="strict"), dtype=object)
+        except pa.ArrowException as exc:
+            raise LossyConversionError(
+                f"column {name!r} ({arrow}) cannot be held as objects of Python: {exc}\n"
+                "  Leave it out with columns=, or use to_arrow()."
+            ) from exc
     array: np.ndarray[Any, Any] = column.to_numpy()
     return array
 
@@ -46,30 +52,29 @@ def to_matrix(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
     """Return (X, y): X of shape [rows, features], y of shape [rows] or None.
 
-    X has the one type that all features have, or `dtype`. With a floating `dtype` nulls become NaN; without one they
-    are an error in integer and boolean features.
+    X has the one type that all features have, or `dtype`. With a floating `dtype` values are rounded to it and nulls
+    become NaN; without one nulls are an error in integer and boolean features. An integer `dtype` takes only values
+    that it holds exactly.
 
     Raises:
-        LossyConversionError: The features are of several types and no `dtype` is given, one holds nulls that X cannot
-            hold, or one is no number.
+        LossyConversionError: The features are of several types and no `dtype` is given, one holds nulls or values that
+            X cannot hold, or one is no number.
         SourceNotFoundError: A feature or the label is not a column.
+        ValueError: `features` is not a list of names, or `dtype` is no type of numbers.
     """
     import numpy as np
 
-    columns = {name: pick_column(table, name) for name in features}
-    target = np.dtype(dtype) if dtype is not None else np.dtype(_common_type(columns).to_pandas_dtype())
-    matrix = np.empty((table.num_rows, len(columns)), dtype=target)
-    for index, (name, column) in enumerate(columns.items()):
-        if not (
-            pa.types.is_integer(column.type) or pa.types.is_floating(column.type) or pa.types.is_boolean(column.type)
-        ):
+    columns = pick_features(table, features)
+    for name, column in columns.items():
+        if not is_number(column.type):
             raise LossyConversionError(
                 f"feature {name!r} is {column.type}, which is no number.\n"
                 "  Leave it out of features=, or encode it in Spark."
             )
-        if column.null_count and target.kind == "f":
-            column = column.cast(pa.from_numpy_dtype(target), safe=False)
-        matrix[:, index] = column_to_numpy(column, name)
+    target = _matrix_type(columns, dtype)
+    matrix = np.empty((table.num_rows, len(columns)), dtype=target)
+    for index, (name, column) in enumerate(columns.items()):
+        matrix[:, index] = column_to_numpy(_as_type(column, target, name), name)
     return matrix, None if label is None else column_to_numpy(pick_column(table, label), label)
 
 
@@ -87,6 +92,47 @@ def pick_column(table: pa.Table, name: str) -> pa.ChunkedArray:
     if name not in table.column_names:
         raise SourceNotFoundError(f"no column {name!r} was loaded.{did_you_mean(name, table.column_names)}")
     return table.column(name)
+
+
+def pick_features(table: pa.Table, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
+    """Return the columns that make X, by name.
+
+    Raises:
+        SourceNotFoundError: There is none of one of the names.
+        ValueError: `names` is not a list of names, or holds one twice.
+    """
+    if isinstance(names, str) or not list(names) or len(set(names)) < len(names):
+        raise ValueError(f"features is {names!r}; give a list of column names, each once.")
+    return {name: pick_column(table, name) for name in names}
+
+
+def _matrix_type(columns: dict[str, pa.ChunkedArray], dtype: Any) -> np.dtype[Any]:
+    import numpy as np
+
+    if dtype is None:
+        dtype = _common_type(columns).to_pandas_dtype()
+    try:
+        target: np.dtype[Any] = np.dtype(dtype)
+    except TypeError as exc:
+        raise ValueError(f"dtype is {dtype!r}, which NumPy does not have; convert the matrix afterwards.") from exc
+    if target.kind not in "fiub":
+        raise ValueError(f"dtype is {target}; give a type of floats, integers or booleans.")
+    return target
+
+
+def _as_type(column: pa.ChunkedArray, target: np.dtype[Any], name: str) -> pa.ChunkedArray:
+    """Return `column` so that writing it into an array of `target` loses nothing that `target` does not imply."""
+    wanted = pa.from_numpy_dtype(target)
+    if target.kind == "f":
+        return column.cast(wanted, safe=False) if column.null_count else column
+    try:
+        if target.kind == "b" and not pa.types.is_boolean(column.type):
+            raise pa.ArrowInvalid("only a boolean column is one of booleans")
+        return column if column.type.equals(wanted) else column.cast(wanted)
+    except pa.ArrowInvalid as exc:
+        raise LossyConversionError(
+            f'feature {name!r} ({column.type}) cannot be held as {target}: {exc}.\n  Give a wider type: dtype="float32".'
+        ) from exc
 
 
 def _common_type(columns: dict[str, pa.ChunkedArray]) -> pa.DataType:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 
+from bridge.columns.arrays import column_to_numpy
+
 if TYPE_CHECKING:
     import pandas as pd
 
@@ -17,6 +19,7 @@ def to_pandas(table: pa.Table, dtype_backend: DtypeBackend = "numpy_nullable") -
     """Return the rows as pandas holds them without loss: integers and booleans in nullable dtypes, decimals in Arrow's.
 
     Raises:
+        LossyConversionError: A map holds the same key twice.
         ValueError: `dtype_backend` is not one of pandas's own two.
     """
     import pandas as pd
@@ -27,7 +30,13 @@ def to_pandas(table: pa.Table, dtype_backend: DtypeBackend = "numpy_nullable") -
         options = {"types_mapper": _mapper(), "date_as_object": False, "maps_as_pydicts": "strict"}
     else:
         raise ValueError(f'dtype_backend is {dtype_backend!r}; give "numpy_nullable" or "pyarrow".')
-    frame: pd.DataFrame = table.to_pandas(**options)
+    try:
+        frame: pd.DataFrame = table.to_pandas(**options)
+    except pa.ArrowException:
+        for name, column in zip(table.column_names, table.columns, strict=True):
+            if pa.types.is_nested(column.type):
+                column_to_numpy(column, name)  # raises an error that names the column
+        raise
     return frame
 
 

@@ -7,26 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from bridge.columns.arrays import column_to_numpy, is_number, to_matrix
+from bridge.columns.arrays import column_to_numpy, is_number, pick_column, to_matrix
 from bridge.errors import LossyConversionError, MissingDependencyError
 
 if TYPE_CHECKING:
     import torch
 
 
-def import_torch() -> Any:
-    """Return torch.
+def require_torch() -> None:
+    """Import torch.
 
     Raises:
         MissingDependencyError: It is not installed.
     """
     try:
-        import torch
+        import torch  # noqa: F401
     except ImportError as exc:
         raise MissingDependencyError(
             'tensors need torch, which is not installed.\n  pip install "spark-training-bridge[torch]"'
         ) from exc
-    return torch
 
 
 def to_torch(table: pa.Table) -> dict[str, torch.Tensor | list[Any]]:
@@ -36,7 +35,9 @@ def to_torch(table: pa.Table) -> dict[str, torch.Tensor | list[Any]]:
 
     Raises:
         LossyConversionError: A column has no tensor form, or holds nulls that its tensor cannot hold.
+        MissingDependencyError: torch is not installed.
     """
+    require_torch()
     return {name: column_to_torch(column, name) for name, column in zip(table.column_names, table.columns, strict=True)}
 
 
@@ -73,13 +74,14 @@ def to_torch_matrix(
     table: pa.Table, features: Sequence[str], label: str | None, dtype: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (X, y) as `to_matrix` does. `dtype` may be torch's or NumPy's."""
+    require_torch()
     import torch
 
     wanted = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
     matrix, _ = to_matrix(table, features, None, wanted)
     if label is None:
         return torch.from_numpy(matrix), None
-    target = column_to_torch(table.column(label), label)
+    target = column_to_torch(pick_column(table, label), label)
     if isinstance(target, list):
         raise LossyConversionError(
             f"label {label!r} holds strings or binary, which no tensor holds.\n  Encode it in Spark."

@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from bridge.columns.arrays import pick_column
-from bridge.columns.tensors import import_torch, to_torch, to_torch_matrix
+from bridge.columns.arrays import pick_column, pick_features
+from bridge.columns.tensors import require_torch, to_torch, to_torch_matrix
 from bridge.loading.order import Window, windows
 from bridge.loading.parquet import RowGroups
 
@@ -43,9 +43,11 @@ class DataLoader:
                 raise ValueError(f"{name} is {value!r}; give a whole number of rows, 1 or more.")
         if features is None and (label is not None or dtype is not None):
             raise ValueError("label and dtype go with features: name the columns that make X.")
-        import_torch()
-        for name in (*(features or ()), *([label] if label else [])):
-            pick_column(row_groups.schema.empty_table(), name)
+        require_torch()
+        if features is not None:
+            pick_features(row_groups.schema.empty_table(), features)
+        if label is not None:
+            pick_column(row_groups.schema.empty_table(), label)
         self._row_groups = row_groups
         self._batch_size = batch_size
         self._features = features
@@ -88,7 +90,7 @@ class DataLoader:
         tables = [self._row_groups.read(index) for index in window.groups]
         table = pa.concat_tables(tables)
         if self._features is not None:
-            wanted = dict.fromkeys([*self._features, *([self._label] if self._label else [])])
+            wanted = dict.fromkeys([*self._features, *([] if self._label is None else [self._label])])
             table = table.select(list(wanted))
         # Rows are moved once for the window, so that each batch is a slice of it and no copy.
         return table.combine_chunks() if window.permutation is None else table.take(window.permutation).combine_chunks()

@@ -176,27 +176,13 @@ def _find_dataframe(frame: Any, spark: SparkSession, version: int | None, timest
 def _find_path(
     text: str, spark: SparkSession, engine: Engine, version: int | None, timestamp: str | None, volume_root: Path | None
 ) -> _Found:
-    place = locate(text, volume_root)
-    if place.local is not None:
-        if not (place.local / "_delta_log").is_dir():
-            raise SourceNotFoundError(
-                f"{text} is no Delta table: no {'_delta_log is in it' if place.local.is_dir() else 'such folder'}.\n"
-                "  Give the folder that holds _delta_log; read other files with spark.read and pass the DataFrame."
-            )
-        path = engine.spark_path(place.local.resolve())
-    else:
-        path = text
+    folder = locate(text, volume_root)
+    # A folder that is not here may be one that the server has.
+    is_here = folder.local is not None and folder.local.is_dir()
+    path = engine.spark_path(folder.folder().resolve()) if is_here else folder.name
     relation = f"delta.{quote(path)}"
     pin = engine.pin(spark, relation, path, version, timestamp)
-    reader = spark.read.format("delta")
-    if pin.version is not None:
-        reader = reader.option("versionAsOf", str(pin.version))
-    elif timestamp is not None:
-        reader = reader.option("timestampAsOf", timestamp)
-    frame = reader.load(path)
-    with _time_travel(text, version, timestamp):
-        _ = frame.schema
-    return _Found(spark, text, "delta", path, pin, frame)
+    return _Found(spark, text, "delta", path, pin, _read_delta(spark, text, relation, pin, version, timestamp))
 
 
 def _find_name(text: str, spark: SparkSession, engine: Engine, version: int | None, timestamp: str | None) -> _Found:
@@ -210,16 +196,23 @@ def _find_name(text: str, spark: SparkSession, engine: Engine, version: int | No
         why = "a view has no version" if is_view else f"a {details['provider']} table has no version"
         kind = "view" if is_view else "files"
         return _pin_plan(spark.table(relation), spark, name, kind, why, details.get("location"))
-    pin = engine.pin(spark, relation, details.get("location"), version, timestamp)
+    location = details.get("location")
+    pin = engine.pin(spark, relation, location, version, timestamp)
+    return _Found(spark, name, "delta", location, pin, _read_delta(spark, name, relation, pin, version, timestamp))
+
+
+def _read_delta(
+    spark: SparkSession, name: str, relation: str, pin: Pin, version: int | None, timestamp: str | None
+) -> DataFrame:
+    at_time = "" if timestamp is None else f" TIMESTAMP AS OF {sql_string(timestamp)}"
+    at_version = at_time if pin.version is None else f" VERSION AS OF {pin.version}"
     with _time_travel(name, version, timestamp):
-        if pin.version is not None:
-            frame = spark.sql(f"SELECT * FROM {relation} VERSION AS OF {pin.version}")
-        elif timestamp is not None:
-            frame = spark.sql(f"SELECT * FROM {relation} TIMESTAMP AS OF {sql_string(timestamp)}")
-        else:
-            frame = spark.table(relation)
+        if timestamp is not None:
+            # Also where the history told the version: it is the engine who refuses a time that is yet to come.
+            _ = spark.sql(f"SELECT * FROM {relation}{at_time}").schema
+        frame = spark.sql(f"SELECT * FROM {relation}{at_version}")
         _ = frame.schema
-    return _Found(spark, name, "delta", details.get("location"), pin, frame)
+    return frame
 
 
 def _describe(spark: SparkSession, parts: tuple[str, ...], relation: str, name: str) -> dict[str, str]:
@@ -303,6 +296,11 @@ def _time_travel(name: str, version: int | None, timestamp: str | None) -> Itera
         if not isinstance(cause, PySparkException):
             raise
         failure = classify(cause)
+        if failure is Failure.NO_TABLE:
+            raise SourceNotFoundError(
+                f"{name} is no Delta table: {reason(cause)}\n"
+                "  Give the folder that holds _delta_log; read other files with spark.read and pass the DataFrame."
+            ) from cause
         if failure is Failure.NO_VERSION:
             raise SourceNotFoundError(f"{name} has no {asked}: {reason(cause)}") from cause
         if failure is Failure.NO_TIME_TRAVEL:

@@ -92,12 +92,13 @@ def read_marker(folder: Path) -> dict[str, Any] | None:
     """Return the body of a folder's marker, None where there is none that is whole."""
     names = sorted(os.listdir(folder)) if folder.is_dir() else []
     for name in filter(_MARKER.fullmatch, names):
-        head, _, text = (folder / name).read_bytes().partition(b"\n")
         try:
+            head, _, text = (folder / name).read_bytes().partition(b"\n")
             if json.loads(head)["digest"] == digest_bytes(text):
                 body: dict[str, Any] = json.loads(text)
                 return body
-        except (ValueError, KeyError, TypeError):
+        # FileNotFoundError: its writer has discarded the attempt meanwhile
+        except (ValueError, KeyError, TypeError, FileNotFoundError):
             continue
     return None
 

@@ -27,7 +27,7 @@ def digest_ranges(path: Path, ranges: list[tuple[int, int]]) -> list[str]:
             while position < stop:
                 block = os.pread(file.fileno(), min(_BLOCK, stop - position), position)
                 if not block:
-                    raise CorruptFileError(f"{path} ends at byte {position}; bytes up to {stop} were written.")
+                    raise CorruptFileError(f"{path} ends at byte {os.fstat(file.fileno()).st_size}; bytes up to {stop} were written.")
                 state.update(block)
                 position += len(block)
             digests.append(state.hexdigest())
@@ -45,7 +45,7 @@ def read_range(file: int, path: Path, start: int, target: memoryview, expected: 
         count = os.preadv(file, [target[filled:]], start + filled)
         if count == 0:
             raise CorruptFileError(
-                f"{path} ends at byte {start + filled}; bytes up to {start + len(target)} were written."
+                f"{path} ends at byte {os.fstat(file).st_size}; bytes up to {start + len(target)} were written."
             )
         filled += count
     if digest_bytes(target) != expected:

@@ -63,7 +63,7 @@ def locate(path: str | os.PathLike[str], volume_root: Path | None = None) -> Pla
     text = os.fspath(path)
     text = text.removeprefix("dbfs:") if text.startswith("dbfs:/Volumes/") else text
     if text == "/Volumes" or text.startswith("/Volumes/"):
-        parts = [part for part in text.split("/")[2:] if part]
+        parts = [part for part in text.split("/")[2:] if part not in ("", ".")]
         if len(parts) < 3 or ".." in parts:
             raise VolumeError(
                 f"{text} does not name a volume.\n"
@@ -77,7 +77,7 @@ def locate(path: str | os.PathLike[str], volume_root: Path | None = None) -> Pla
     if scheme and scheme.group(1).lower() != "file":
         return Place(text, None)
     plain = re.sub(r"^/{2,}", "/", text[5:]) if scheme else text
-    local = Path(plain).expanduser()
+    local = Path(os.path.expanduser(plain))  # Path.expanduser raises for a user that is not known
     return Place(str(local), local if local.is_absolute() else Path.cwd() / local)
 
 

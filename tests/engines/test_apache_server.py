@@ -13,6 +13,8 @@ from bridge.errors import ConfigError, EngineUnavailableError
 from bridge.spark.engines.apache import ConnectServer, delta_conf, start_server
 
 SPARK_JARS = os.environ.get("BRIDGE_SPARK_JARS")
+# A JVM of a minute spends most of it in the second compiler.
+SHORT_LIVED = {f"spark.{role}.extraJavaOptions": "-XX:TieredStopAtLevel=1" for role in ("driver", "executor")}
 
 
 def test_no_jars_no_delta() -> None:
@@ -79,7 +81,7 @@ def test_local_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    server = start_server("local[2]", spark_jars=SPARK_JARS, warehouse=tmp_path / "warehouse")
+    server = start_server("local[2]", spark_jars=SPARK_JARS, warehouse=tmp_path / "warehouse", extra_conf=SHORT_LIVED)
     try:
         use(server, tmp_path / "table")
 
@@ -108,10 +110,11 @@ def test_local_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.apache
+@pytest.mark.timeout(300)  # three JVMs
 def test_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cwd").mkdir()
     monkeypatch.chdir(tmp_path / "cwd")
-    server = start_server("local-cluster[2,1,1024]", spark_jars=SPARK_JARS)
+    server = start_server("local-cluster[2,1,1024]", spark_jars=SPARK_JARS, extra_conf=SHORT_LIVED)
     try:
         use(server, tmp_path / "table")
     finally:

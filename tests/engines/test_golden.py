@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import os
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -18,28 +20,22 @@ pytestmark = pytest.mark.golden
 GOLDEN = Path(os.environ.get("BRIDGE_TEST_DATA", ".")) / "golden-delta"
 CASES = sorted(path.name for path in GOLDEN.iterdir()) if GOLDEN.is_dir() else ["none"]
 
-# Partition values without a zone were written in this one, and are read in the session's.
-WRITTEN_IN = "America/Los_Angeles"
-
-_UTC = "Sail reads partition timestamps without a zone in UTC, whatever the session's zone"
 SAIL_FAULTS = {
-    "basic-decimal-table": "Sail",
-    "kernel-timestamp-int96": _UTC,
-    "kernel-timestamp-timestamp_micros": _UTC,
+    "basic-decimal-table": "Sail reads the decimals of partition values by way of float64",
 }
 
 
 @pytest.fixture(scope="session")
-def _sessions() -> dict[str, Any]:
+def sessions() -> dict[tuple[str, str], Any]:
     return {}
 
 
-@pytest.fixture
-def spark(engine: Any, _sessions: dict[str, Any]) -> Any:
-    """A session of its own, in the zone of the writer."""
-    if engine.name not in _sessions:
-        _sessions[engine.name] = engine.new_session(WRITTEN_IN)
-    return _sessions[engine.name]
+def _session(engine: Any, sessions: dict[tuple[str, str], Any], zone: str) -> Any:
+    """Return a session in `zone`, in which partition timestamps that name no zone are read."""
+    key = engine.name, zone
+    if key not in sessions:
+        sessions[key] = engine.new_session(zone)
+    return sessions[key]
 
 
 def _expected(case: str) -> pa.Table:
@@ -48,24 +44,47 @@ def _expected(case: str) -> pa.Table:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_golden(engine: Any, spark: Any, case: str, route: str, tmp_path: Path) -> None:
+def test_golden(engine: Any, sessions: Any, case: str, route: str, tmp_path: Path) -> None:
     right = _expected(case)
 
-    table = bridge.load_table(GOLDEN / case / "delta", route=route, volume=tmp_path, spark=spark)
+    table = bridge.load_table(
+        GOLDEN / case / "delta", route=route, volume=tmp_path, spark=_session(engine, sessions, "UTC")
+    )
 
     assert table.route == route
     assert table.num_rows == right.num_rows
     assert shape(table.schema) == shape(right.schema)
-    # a fault of the engine is asserted, so that none is carried any further than the engine carries it
+    # a fault of the engine is asserted too, so that a case is right by every route or by none
     is_right = multiset(table.to_arrow()) == multiset(right)
     assert is_right == (engine.name == "apache" or case not in SAIL_FAULTS)
 
 
 @pytest.mark.parametrize("case", sorted(SAIL_FAULTS))
-def test_sail_alone_is_wrong(sail: Any, case: str) -> None:
+def test_sail_alone_is_wrong(sail: Any, sessions: Any, case: str) -> None:
     """Fails when Sail mends a fault: then take it out of SAIL_FAULTS."""
-    spark = sail.new_session(WRITTEN_IN)
+    spark = _session(sail, sessions, "UTC")
 
     alone = spark.read.format("delta").load(str(GOLDEN / case / "delta")).toArrow()
 
     assert multiset(alone) != multiset(_expected(case)), f"mended: {SAIL_FAULTS[case]}"
+
+
+@pytest.mark.parametrize("case", ["kernel-timestamp-int96", "kernel-timestamp-timestamp_micros"])
+def test_partition_timestamps_without_a_zone_are_in_the_sessions(
+    engine: Any, sessions: Any, case: str, route: str, tmp_path: Path
+) -> None:
+    spark = _session(engine, sessions, "America/Los_Angeles")
+    path = GOLDEN / case / "delta"
+    right = _expected(case)
+    in_utc = {row["id"]: row["part"] for row in right.to_pylist()}
+
+    table = bridge.load_table(path, route=route, volume=tmp_path, spark=spark)
+
+    alone = spark.read.format("delta").load(str(path)).toArrow()
+    assert multiset(table.to_arrow()) == multiset(alone)
+    parts = {row["id"]: row["part"] for row in table.to_arrow().to_pylist()}
+    if engine.name == "sail":
+        assert parts == in_utc, "mended: Sail reads them in UTC, whatever the session's zone"
+        return
+    here = ZoneInfo("America/Los_Angeles")
+    assert parts == {row: part and part.replace(tzinfo=here).astimezone(dt.UTC) for row, part in in_utc.items()}

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from bridge.progress import progress_bar
+
+
+class Terminal:
+    """A stderr that may be a terminal, and keeps what is written."""
+
+    def __init__(self, is_a_terminal: bool) -> None:
+        self.is_a_terminal = is_a_terminal
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return self.is_a_terminal
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("is_a_terminal", "enabled", "shown"),
+    [(True, None, True), (False, None, False), (True, False, False), (False, True, True)],
+)
+def test_it_is_shown_where_someone_can_see_it_or_as_told(
+    monkeypatch: pytest.MonkeyPatch, is_a_terminal: bool, enabled: bool | None, shown: bool
+) -> None:
+    stderr = Terminal(is_a_terminal)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+
+    with progress_bar("collect t", total=10, unit=" rows", enabled=enabled) as bar:
+        bar.update(3)
+        assert bar.disable is not shown
+
+    assert ("collect t" in stderr.text) is shown
+
+
+def test_a_notebook_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal(False))
+    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+
+    with progress_bar("collect t", total=None, unit=" rows") as bar:
+        assert not bar.disable
