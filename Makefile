@@ -36,8 +36,8 @@ cluster: .venv/.dev ## Start a standalone Spark cluster with a Connect server on
 	@$(BIN)/python -m tests.cluster
 
 notebooks: .venv/.dev ## Bring the notebooks in line with their text form and execute them
-	@$(BIN)/jupytext --sync $(NOTEBOOKS)
-	@$(BIN)/jupyter execute --inplace $(NOTEBOOKS:.py=.ipynb)
+	@$(BIN)/jupytext --quiet --update --to ipynb $(NOTEBOOKS)
+	@$(BIN)/python -m pytest tests/notebooks
 
 clean: ## Remove the environment and everything built
 	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

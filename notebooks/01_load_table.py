@@ -155,7 +155,7 @@ exported.plan
 sum(len(label) for _, label in exported.to_loader(batch_size=256, features=["score", "weight"], label="bought"))
 
 # %% [markdown]
-# Asked for again, the export is found and Spark reads nothing. A notebook or a job without Spark opens it by its folder.
+# Asked for again, the export is found and Spark reads nothing. What runs without Spark opens it by its folder.
 
 # %%
 again = bridge.load_table("main.default.customers", where="visits IS NOT NULL", route="export")

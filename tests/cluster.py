@@ -65,6 +65,7 @@ def standalone_cluster(spark_jars: str | None = None) -> Iterator[str]:
             extra_conf={
                 "spark.driver.host": HOST,
                 "spark.driver.bindAddress": HOST,
+                "spark.driver.memory": "1g",
                 "spark.driver.extraJavaOptions": SHORT_LIVED,
                 "spark.executor.extraJavaOptions": SHORT_LIVED,
                 "spark.executor.memory": "700m",

@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import urllib.request
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlparse
 
 from bridge.config import redact
@@ -39,17 +39,27 @@ def open_session(remote: str, *, timeout_s: float = 30.0) -> SparkSession:
     # pyspark.sql.functions chooses between its two implementations by this variable, which pyspark's own builder sets
     # too; that builder takes no channel options.
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
-    builder = DefaultChannelBuilder(remote, [("grpc.max_receive_message_length", _NO_LIMIT)])
+    options = [("grpc.max_receive_message_length", _NO_LIMIT)]
+    if _is_loopback(_host(remote)):
+        options.append(("grpc.enable_http_proxy", 0))  # gRPC asks the proxy of the environment even for localhost
+    builder = DefaultChannelBuilder(remote, options)
     spark = cast("SparkSession", ConnectSession.builder.channelBuilder(builder).create())
     _greet(spark, remote, timeout_s)
     return spark
 
 
+def _host(remote: str) -> str:
+    return urlparse("http" + remote[2:]).hostname or ""
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
 def _knock(remote: str, timeout_s: float) -> None:
     """Fail at once where nothing listens: the client itself retries for minutes."""
-    url = urlparse("http" + remote[2:])
-    host, port = url.hostname or "", url.port or 15002
-    if urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
+    host, port = _host(remote), urlparse("http" + remote[2:]).port or 15002
+    if not _is_loopback(host) and urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
         return
     try:
         socket.create_connection((host, port), timeout=min(timeout_s, 10.0)).close()
@@ -77,6 +87,9 @@ def _greet(spark: SparkSession, remote: str, timeout_s: float) -> None:
     thread.join(timeout_s)
     if outcome and outcome[0] is None:
         return
+    # Closed, it no longer counts as the process's active session.
+    client: Any = spark.client
+    client.close()
     seen = reason(outcome[0]) if outcome and outcome[0] is not None else f"no answer within {timeout_s:.0f} s"
     raise EngineUnavailableError(
         f"{redact(remote)} did not answer as a Spark Connect server: {seen}\n"

@@ -88,7 +88,8 @@ def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = Non
     if body is not None:
         found = Manifest.from_json(body, folder)
         if (table is not None and found.table != table) or (version is not None and found.version != version):
-            raise ExportNotFoundError(f"{folder} holds {_named(found)}, not {table or found.table} version {version}.")
+            asked = _named(table or found.table, version)
+            raise ExportNotFoundError(f"{folder} holds {_named(found.table, found.version)}, not {asked}.")
         return Table.exported(folder, found)
     newest: dict[str, tuple[Path, Manifest]] = {}
     for parent in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ():
@@ -111,8 +112,8 @@ def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = Non
     return Table.exported(*newest[name])
 
 
-def _named(manifest: Manifest) -> str:
-    return manifest.table + ("" if manifest.version is None else f" version {manifest.version}")
+def _named(table: str, version: int | None) -> str:
+    return table if version is None else f"{table} version {version}"
 
 
 def shape(shard_bytes: int | str, row_group_bytes: int | str) -> tuple[int, int]:
@@ -130,8 +131,12 @@ def identity(source: Source, connection: Connection, shard_bytes: int, row_group
         return None, f"not reused: {source.pin.reason}"
     if not source.is_repeatable:
         return None, "not reused: the filter need not give the same rows twice"
+    # the same folder has several names where links lead to it, as to a warehouse whose path holds odd characters
+    location = source.location
+    if location is not None and location.startswith("/"):
+        location = os.path.realpath(location)
     facts = [
-        FORMAT_VERSION, connection.address, connection.user, source.name, source.location, source.pin.version,
+        FORMAT_VERSION, connection.address, connection.user, source.name, location, source.pin.version,
         source.pin.fingerprint, source.columns, source.where, source.limit, shard_bytes, row_group_bytes,
     ]  # fmt: skip
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest(), ""

@@ -15,7 +15,7 @@ import pyarrow as pa
 from bridge.columns.contract import type_contract
 from bridge.config import Settings, available_memory, data_folder, load_settings
 from bridge.display import format_bytes, format_count
-from bridge.errors import TableTooLargeError, VolumeError
+from bridge.errors import SourceError, TableTooLargeError, VolumeError
 from bridge.manifest import Manifest
 from bridge.progress import progress_bar
 from bridge.spark.connect import Connection, attach
@@ -159,8 +159,12 @@ def prepare(
     ceiling = settings.max_bytes if settings.max_bytes is not None else min(_MAX_BYTES, available_memory() // 4)
     decide(None, ceiling, route)
     sizes = shape(shard_bytes, row_group_bytes)
-    if spark is None and not isinstance(source, str | os.PathLike):
-        spark = source.sparkSession
+    if not isinstance(source, str | os.PathLike):
+        if not hasattr(source, "sparkSession"):
+            raise SourceError(
+                f"the source is a {type(source).__name__}; give a table's name, a path, or a Spark Connect DataFrame."
+            )
+        spark = source.sparkSession if spark is None else spark
     connection = attach(spark, settings)
     resolved = resolve(
         source, spark=connection.spark, engine=connection.engine, volume_root=settings.volume_root, **query

@@ -27,7 +27,9 @@ def digest_ranges(path: Path, ranges: list[tuple[int, int]]) -> list[str]:
             while position < stop:
                 block = os.pread(file.fileno(), min(_BLOCK, stop - position), position)
                 if not block:
-                    raise CorruptFileError(f"{path} ends at byte {os.fstat(file.fileno()).st_size}; bytes up to {stop} were written.")
+                    raise CorruptFileError(
+                        f"{path} ends at byte {os.fstat(file.fileno()).st_size}; bytes up to {stop} were written."
+                    )
                 state.update(block)
                 position += len(block)
             digests.append(state.hexdigest())

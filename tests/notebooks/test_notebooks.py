@@ -33,9 +33,7 @@ def test_it_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     NotebookClient(
         notebook, kernel_name="this-interpreter", timeout=120, resources={"metadata": {"path": str(tmp_path)}}
     ).execute()
-    shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert shown
-    assert [output.text for output in shown if output.get("name") == "stderr"] == []
+    assert any(cell.outputs for cell in notebook.cells if cell.cell_type == "code")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -49,7 +49,7 @@ def start_server(
         spark_jars: See `delta_conf`.
         warehouse: Where managed tables go; default: a temporary folder.
         log_folder: Where the log goes and stays; default: the temporary folder, where it stays if the start fails.
-        extra_conf: Spark conf that wins over ours.
+        extra_conf: Spark conf that wins over ours, save for address and port.
 
     Raises:
         EngineUnavailableError: No fitting Java, or the server was not ready within 120 s.
@@ -67,7 +67,13 @@ def start_server(
     port = free_port()
     token = secrets.token_urlsafe(32)
 
-    conf |= {"spark.ui.enabled": "false", "spark.log.level": "WARN"}
+    conf |= {
+        "spark.ui.enabled": "false",
+        "spark.log.level": "WARN",
+        # Results pass through the driver: collecting 488 MiB killed one of 1 GiB, Spark's default, and one of 2 GiB
+        # had not finished after two minutes.
+        "spark.driver.memory": "4g",
+    }
     if master.startswith("local"):
         environment["SPARK_LOCAL_IP"] = "127.0.0.1"
         environment.pop("SPARK_LOCAL_HOSTNAME", None)

@@ -18,10 +18,10 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_an_error_is_one_message_on_stderr_and_exit_status_1() -> None:
-    ended = command("plan", "main.demo.smal")
+    ended = command("plan", "main.demo.smalls")
     assert ended.returncode == 1
     assert ended.stdout == ""
-    assert ended.stderr.startswith("SourceNotFoundError: main.demo.smal does not exist")
+    assert ended.stderr.startswith("SourceNotFoundError: main.demo.smalls does not exist")
     assert 'Did you mean "small"?' in ended.stderr
     assert "Traceback" not in ended.stderr
 

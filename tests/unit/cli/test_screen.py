@@ -5,7 +5,9 @@ import pytest
 from bridge.cli.screen import print_table
 from bridge.display import plain_table
 
-WIDE = plain_table(["name", "text"], [["a", "one two three four five six"], ["b", f"in {'/long' * 10}"], ["c", "short"]])
+WIDE = plain_table(
+    ["name", "text"], [["a", "one two three four five six"], ["b", f"in {'/long' * 10}"], ["c", "short"]]
+)
 
 
 def test_a_pipe_gets_one_line_for_each_row(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
