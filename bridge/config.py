@@ -132,8 +132,9 @@ class Settings(BaseSettings):
             return None
         if not isinstance(value, str | Path):
             raise ValueError(f"spark_jars is {value!r}; give a folder or a comma-separated list of jars.")
-        jars = (jar.strip() for jar in str(value).split(","))
-        return ",".join(jar if "://" in jar else str(_absolute(jar)) for jar in jars if jar)
+        jars = [jar.strip() for jar in str(value).split(",") if jar.strip()]
+        # Maven coordinates and addresses stand; what is left are paths
+        return ",".join(jar if ":" in jar else str(_absolute(jar)) for jar in jars)
 
     @field_validator("volume", mode="before")
     @classmethod

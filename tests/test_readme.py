@@ -38,14 +38,16 @@ def test_python_blocks_run(home: Path) -> None:
     assert list((home / "exports").glob("*/*/_bridge.0.json"))
 
 
-@pytest.mark.parametrize("line", [line for block in _blocks("bash") for line in block.splitlines() if line.startswith("bridge ")])
+@pytest.mark.parametrize(
+    "line", [line for block in _blocks("bash") for line in block.splitlines() if line.startswith("bridge ")]
+)
 def test_command_lines_run(home: Path, line: str) -> None:
     import shlex
 
     assert _run([sys.executable, "-c", "from bridge.cli.app import main; main()", *shlex.split(line)[1:]], home)
 
 
-@pytest.mark.parametrize("target", sorted(set(re.findall(r"\bmake ([a-z]+)", README))))
+@pytest.mark.parametrize("target", sorted(set(re.findall(r"(?:^|`)make ([a-z]+)", README, re.MULTILINE))))
 def test_make_targets_exist(target: str) -> None:
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
 

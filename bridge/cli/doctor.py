@@ -64,7 +64,9 @@ def doctor(profile: ProfileOption = None) -> None:
 def _broken(checks: Iterable[Check]) -> list[str]:
     states = {check.name: check.state for check in checks}
     broken = [name for name in (*_BASE, "settings", *_FOLDERS) if states.get(name) == "problem"]
-    return broken if any(states.get(name) == "ok" for name in _ENGINES) else ["no engine works", *broken]
+    if states["settings"] == "problem" or any(states[name] == "ok" for name in _ENGINES):
+        return broken
+    return ["no engine works", *broken]
 
 
 def _run_checks() -> Iterable[Check]:
@@ -80,7 +82,7 @@ def _run_checks() -> Iterable[Check]:
     settings, check = _settings()
     yield check
     if settings is None:
-        return
+        return  # every other call of `bridge` would fail for the same reason
     yield _safely("embedded engine", lambda: _embedded(settings.warehouse))
     yield _safely("local[*]", _local_spark)
     yield _safely("Delta for local[*]", lambda: _delta_jars(settings.spark_jars))
@@ -155,14 +157,11 @@ def _files(distribution: str) -> list[metadata.PackagePath]:
 
 
 def _settings() -> tuple[Settings | None, Check]:
-    """Return the settings in force, else the defaults; None without a home folder, where there are no defaults."""
-    from bridge.config import Settings, load_settings
+    from bridge.config import load_settings
 
     try:
         settings = load_settings()
-    except bridge.ConfigError as exc:
-        return Settings.model_construct(), _failed("settings", exc)
-    except RuntimeError as exc:
+    except (bridge.ConfigError, RuntimeError) as exc:  # RuntimeError: there is no home folder
         return None, _failed("settings", exc)
     given = sorted({origin for origin in settings.origins.values() if origin != "default"})
     return settings, Check("settings", "ok", f"from {', '.join(given)}" if given else "defaults")

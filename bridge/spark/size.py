@@ -85,8 +85,8 @@ def _unfiltered_rows(source: Source) -> tuple[int | None, str]:
     return None, f"unknown: a {source.kind} is not counted, since that would run it"
 
 
-def _explain(frame: DataFrame) -> str:
-    client: Any = frame.sparkSession.client
+def _explain(frame: Any) -> str:
+    client = frame.sparkSession.client
     with quiet():
         return str(client.explain_string(frame._plan.to_proto(client), explain_mode="cost"))
 

@@ -190,6 +190,10 @@ def _find_name(text: str, spark: SparkSession, engine: Engine, version: int | No
     relation = quote_parts(parts)
     name = ".".join(parts)
     details = _describe(spark, parts, relation, name)
+    if details and details.get("type") != "TEMPORARY":
+        # The same table by another spelling is the same table, in receipts and when exports are looked for.
+        above = (spark.catalog.currentCatalog(), spark.catalog.currentDatabase())[: 3 - len(parts)]
+        name = ".".join((*above, *parts))
     if details.get("provider", "").lower() != "delta":
         is_view = "provider" not in details
         _refuse_version(f"{name}, a {'view' if is_view else details['provider'] + ' table'},", version, timestamp)

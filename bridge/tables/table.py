@@ -250,7 +250,7 @@ class Table:
 
     def __repr__(self) -> str:
         version = "" if self.version is None else f" version {self.version}"
-        where = f", {len(self.files)} files in {self.path}" if self.manifest else ""
+        where = f", {format_count(len(self.files))} file(s) in {self.path}" if self.manifest else ""
         return (
             f"Table({self.receipt['table']}{version}: {format_count(self.num_rows)} rows x {len(self.schema)} columns, "
             f"{format_bytes(self.num_bytes)} by {self.route}{where})"

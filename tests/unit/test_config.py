@@ -159,6 +159,8 @@ def test_paths_are_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 def test_jars_are_a_folder_or_a_list(tmp_path: Path) -> None:
     assert load_settings(spark_jars=Path("jars")).spark_jars == str(tmp_path / "jars")
+    maven = "io.delta:delta-spark_4.2_2.13:4.4.0"
+    assert load_settings(spark_jars=maven).spark_jars == maven
     listed = load_settings(spark_jars="a.jar, hdfs://host/b.jar,,/c.jar").spark_jars
     assert listed == f"{tmp_path}/a.jar,hdfs://host/b.jar,/c.jar"
 

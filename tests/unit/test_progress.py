@@ -34,7 +34,7 @@ def test_it_is_shown_where_someone_can_see_it_or_as_told(
 ) -> None:
     stderr = Terminal(is_a_terminal)
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    monkeypatch.delitem(sys.modules, "IPython", raising=False)
 
     with progress_bar("collect t", total=10, unit=" rows", enabled=enabled) as bar:
         bar.update(3)
@@ -43,9 +43,14 @@ def test_it_is_shown_where_someone_can_see_it_or_as_told(
     assert ("collect t" in stderr.text) is shown
 
 
-def test_a_notebook_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("shell", "shown"), [(None, False), (types.SimpleNamespace(), False), (types.SimpleNamespace(kernel="k"), True)]
+)
+def test_a_notebook_shows_it_and_a_script_that_imports_ipython_does_not(
+    monkeypatch: pytest.MonkeyPatch, shell: object, shown: bool
+) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal(False))
-    monkeypatch.setitem(sys.modules, "ipykernel", types.ModuleType("ipykernel"))
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))  # type: ignore[arg-type]
 
     with progress_bar("collect t", total=None, unit=" rows") as bar:
-        assert not bar.disable
+        assert bar.disable is not shown

@@ -71,7 +71,19 @@ def test_a_setting_that_is_wrong(run: Run, monkeypatch: pytest.MonkeyPatch) -> N
     result = run("doctor")
     assert result.exit_code == 1
     assert 'BRIDGE_MAX_BYTES: max_bytes is "12 parsecs"' in result.stdout
-    assert "settings." in result.stdout.splitlines()[-1]
+    assert result.stdout.splitlines()[-1] == "Needed, and broken: settings."
+
+
+def test_no_home_folder(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("BRIDGE_WAREHOUSE")
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    result = run("doctor")
+    assert result.exit_code == 1, result.output
+    assert "Could not determine home directory." in result.stdout
 
 
 def test_jars_without_delta(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
