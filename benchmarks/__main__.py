@@ -1,4 +1,4 @@
-"""`python -m benchmarks` lists the questions; with names of some it measures them. The figures never decide the status."""
+"""List the questions; measure those that are named. The figures never decide the exit status."""
 
 from __future__ import annotations
 

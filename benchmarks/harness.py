@@ -190,7 +190,8 @@ def in_child(function: str, **keywords: Any) -> Child:
         ChildError: The call raised.
     """
     code = "from benchmarks import harness; harness.answer_parent()"
-    done = _run([sys.executable, "-c", code, function, json.dumps(keywords)])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = _run([sys.executable, "-c", code, function, json.dumps(keywords)], environment)
     answer = json.loads(done.stdout.splitlines()[-1])
     return Child(answer["result"], answer["peak_bytes"])
 
@@ -221,7 +222,7 @@ class Bar:
     @property
     def verdict(self) -> str:
         """Whether the figure keeps to the limit; one that does not is missed by a part of the limit."""
-        return "met" if self.value <= self.limit else f"missed by {self.value / self.limit - 1:.0%}"
+        return "met" if self.value <= self.limit else f"missed by {self.value / self.limit - 1:.1%}"
 
 
 @dataclass
@@ -262,7 +263,10 @@ class Report:
         parts = [f"{self.question}, engine {self.engine}"]
         parts += [f"{title}\n{plain_table(headers, rows)}" for title, headers, rows in self.tables]
         if self.bars:
-            rows = [(bar.what, f"{bar.value:.2f} {bar.unit}", f"{bar.limit:.2f} {bar.unit}", bar.verdict) for bar in self.bars]
+            rows = [
+                (bar.what, f"{bar.value:.2f} {bar.unit}", f"{bar.limit:.2f} {bar.unit}", bar.verdict)
+                for bar in self.bars
+            ]
             parts.append(f"bars\n{plain_table(('figure', 'is', 'at most', 'verdict'), rows)}")
         return "\n\n".join(parts)
 

@@ -151,7 +151,9 @@ def _compare_first_batch(report: Report, rounds: int) -> None:
         reference="by hand: pysail, toArrow, torch",
         rounds=rounds,
     )
-    report.add_comparison(f"a fresh process to its first batch of {ROWS:,} rows x {len(_EXPRESSIONS)} columns", comparison)
+    report.add_comparison(
+        f"a fresh process to its first batch of {ROWS:,} rows x {len(_EXPRESSIONS)} columns", comparison
+    )
     report.bars.append(Bar("fresh process to the first batch", comparison.spread("bridge").median, 3.0, "s"))
 
 
@@ -168,7 +170,9 @@ def _split_time(report: Report, rounds: int) -> None:
 
 def _split_imports(report: Report, *, top: int = 12) -> None:
     """Sum what -X importtime says of each module by package; with it everything is slower."""
-    shown = subprocess.run(_python(_calling("first_batch"), "-X", "importtime"), capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        _python(_calling("first_batch"), "-X", "importtime"), capture_output=True, text=True, check=True
+    )
     microseconds: Counter[str] = Counter()
     modules: Counter[str] = Counter()
     for own, name in re.findall(r"^import time: +(\d+) \| +\d+ \| +(\S+)$", shown.stderr, re.MULTILINE):

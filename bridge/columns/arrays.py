@@ -131,7 +131,8 @@ def _as_type(column: pa.ChunkedArray, target: np.dtype[Any], name: str) -> pa.Ch
         return column if column.type.equals(wanted) else column.cast(wanted)
     except pa.ArrowInvalid as exc:
         raise LossyConversionError(
-            f'feature {name!r} ({column.type}) cannot be held as {target}: {exc}.\n  Give a wider type: dtype="float32".'
+            f"feature {name!r} ({column.type}) cannot be held as {target}: {exc}.\n"
+            '  Give a wider type, or round it: dtype="float32".'
         ) from exc
 
 

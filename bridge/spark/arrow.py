@@ -9,7 +9,10 @@ import pyarrow as pa
 from bridge.errors import SourceError
 
 if TYPE_CHECKING:
-    from pyspark.sql.types import StructType
+    from pyspark.sql.types import DataType, StructType
+
+# Held in Arrow as a struct of encoded bytes, which Parquet writers take apart: not the same by both routes.
+_ENCODED = {"variant", "geometry", "geography"}
 
 
 def arrow_schema(schema: StructType, name: str) -> pa.Schema:
@@ -26,15 +29,30 @@ def arrow_schema(schema: StructType, name: str) -> pa.Schema:
 
     fields = []
     for column in schema.fields:
+        refusal = (
+            f"{name}: column {column.name!r} is {column.dataType.simpleString()}, which cannot be carried.\n"
+            "  Leave it out with columns=, or cast it to STRING in a DataFrame and pass that."
+        )
+        if _is_encoded(column.dataType):
+            raise SourceError(refusal)
         try:
             arrow = to_arrow_type(column.dataType, timezone="UTC")
         except (PySparkException, NotImplementedError) as exc:
-            raise SourceError(
-                f"{name}: column {column.name!r} is {column.dataType.simpleString()}, which cannot be carried.\n"
-                "  Leave it out with columns=, or cast it to STRING in a DataFrame and pass that."
-            ) from exc
+            raise SourceError(refusal) from exc
         fields.append(pa.field(column.name, _nullable(arrow)))
     return pa.schema(fields)
+
+
+def _is_encoded(spark_type: DataType) -> bool:
+    from pyspark.sql.types import ArrayType, MapType, StructType
+
+    if isinstance(spark_type, StructType):
+        return any(_is_encoded(field.dataType) for field in spark_type.fields)
+    if isinstance(spark_type, ArrayType):
+        return _is_encoded(spark_type.elementType)
+    if isinstance(spark_type, MapType):
+        return _is_encoded(spark_type.keyType) or _is_encoded(spark_type.valueType)
+    return spark_type.typeName() in _ENCODED
 
 
 def _nullable(arrow: pa.DataType) -> pa.DataType:

@@ -6,7 +6,9 @@ import os
 import socket
 import threading
 import urllib.request
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlparse
 
 from bridge.config import redact
@@ -15,6 +17,8 @@ from bridge.spark.failures import quiet, reason
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+Answer = TypeVar("Answer")
 
 # One message holds at least one record batch, so pyspark's own limit of 128 MiB refuses tables of large rows.
 _NO_LIMIT = -1
@@ -48,6 +52,41 @@ def open_session(remote: str, *, timeout_s: float = 30.0) -> SparkSession:
     return spark
 
 
+def is_refused(spark: SparkSession) -> bool:
+    """Return whether nothing listens any more where a session's server was; the client itself retries for minutes."""
+    endpoint = urlparse("//" + str(getattr(getattr(spark.client, "_builder", None), "endpoint", "")))
+    if not endpoint.hostname or endpoint.port is None or not _is_direct(endpoint.hostname):
+        return False
+    try:
+        socket.create_connection((endpoint.hostname, endpoint.port), timeout=5.0).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass  # nothing is known: a name that does not resolve now, a network that is slow
+    return False
+
+
+def answer_within(timeout_s: float, call: Callable[[], Answer]) -> Answer:
+    """Return, or raise, what `call` does: it asks the server, and the client itself would retry for minutes.
+
+    Raises:
+        TimeoutError: Nothing came within `timeout_s`; the call goes on in a thread of its own.
+    """
+    future: Future[Answer] = Future()
+
+    def ask() -> None:
+        try:
+            with quiet():
+                answer = call()
+        except BaseException as exc:  # noqa: BLE001 - carried to the caller's thread
+            future.set_exception(exc)
+        else:
+            future.set_result(answer)
+
+    threading.Thread(target=ask, name="bridge-ask", daemon=True).start()
+    return future.result(timeout_s)
+
+
 def _host(remote: str) -> str:
     return urlparse("http" + remote[2:]).hostname or ""
 
@@ -56,10 +95,15 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
+def _is_direct(host: str) -> bool:
+    """Return whether no proxy stands between."""
+    return _is_loopback(host) or not urllib.request.getproxies() or bool(urllib.request.proxy_bypass(host))
+
+
 def _knock(remote: str, timeout_s: float) -> None:
     """Fail at once where nothing listens: the client itself retries for minutes."""
     host, port = _host(remote), urlparse("http" + remote[2:]).port or 15002
-    if not _is_loopback(host) and urllib.request.getproxies() and not urllib.request.proxy_bypass(host):
+    if not _is_direct(host):
         return
     try:
         socket.create_connection((host, port), timeout=min(timeout_s, 10.0)).close()
@@ -72,26 +116,14 @@ def _knock(remote: str, timeout_s: float) -> None:
 
 def _greet(spark: SparkSession, remote: str, timeout_s: float) -> None:
     """Ask for the server's version, so that a port of something else is named as such within `timeout_s`."""
-    outcome: list[BaseException | None] = []
-
-    def ask() -> None:
-        try:
-            with quiet():
-                _ = spark.version
-            outcome.append(None)
-        except Exception as exc:  # noqa: BLE001 - carried to the caller's thread
-            outcome.append(exc)
-
-    thread = threading.Thread(target=ask, name="bridge-greet", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if outcome and outcome[0] is None:
-        return
-    # Closed, it no longer counts as the process's active session.
-    client: Any = spark.client
-    client.close()
-    seen = reason(outcome[0]) if outcome and outcome[0] is not None else f"no answer within {timeout_s:.0f} s"
-    raise EngineUnavailableError(
-        f"{redact(remote)} did not answer as a Spark Connect server: {seen}\n"
-        "  Check the address, the token and use_ssl."
-    )
+    try:
+        answer_within(timeout_s, lambda: spark.version)
+    except Exception as exc:
+        # Closed, it no longer counts as the process's active session.
+        client: Any = spark.client
+        client.close()
+        seen = f"no answer within {timeout_s:.0f} s" if isinstance(exc, TimeoutError) else reason(exc)
+        raise EngineUnavailableError(
+            f"{redact(remote)} did not answer as a Spark Connect server: {seen}\n"
+            "  Check the address, the token and use_ssl."
+        ) from exc

@@ -71,8 +71,9 @@ def connect(remote: str | None = None, *, profile: str | None = None) -> SparkSe
             process of its own, Java 17); `sc://host:port` (a server); `databricks` or `databricks://PROFILE`.
         profile: A file of settings in $BRIDGE_CONF, ./conf or the package: "local", "cluster", "databricks".
 
-    The tables of the embedded engine live in the folder of the setting `warehouse`. A new schema needs a location in
-    it to keep its tables: `CREATE SCHEMA demo LOCATION '<warehouse>/main/demo'`.
+    The tables of the embedded engine live in the folder of the setting `warehouse`, as Delta or Parquet, and those of
+    `main.default` and of every schema with a folder there keep their names. A new schema needs that folder to keep its
+    tables: make `<warehouse>/main/<schema>` before connecting.
 
     Raises:
         EngineUnavailableError: Nothing listens at the address, Java is missing, or a server does not start.

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 import uuid
 from collections.abc import Generator
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from bridge.columns.contract import conform
 from bridge.errors import EngineSilentError, EngineUnavailableError, TableTooLargeError
+from bridge.spark.channel import answer_within, is_refused
 from bridge.spark.failures import Failure, classify, quiet, reason, translated
 
 if TYPE_CHECKING:
@@ -20,24 +23,27 @@ if TYPE_CHECKING:
 # Batches that wait for the consumer. Two keep the network busy while one is converted, and bound the memory.
 _AHEAD = 2
 
+# Seconds without a batch after which the server is asked whether it still lives, and for which its answer is awaited.
+_SILENCE_S = 20.0
 _PROBE_TIMEOUT_S = 30.0
+
+# How long a server is waited for that was asked to stop an operation.
+_STOP_TIMEOUT_S = 10.0
 
 _END = object()
 
 
-def stream_batches(frame: DataFrame, schema: pa.Schema, name: str, *, silence_s: float = 60.0) -> Generator[pa.Table]:
+def stream_batches(frame: DataFrame, schema: pa.Schema, name: str) -> Generator[pa.Table]:
     """Yield the rows of `frame` as tables in exactly `schema`, one for each record batch the server sends.
 
     Nothing is asked of the server before the first `next`. Closing the iterator interrupts the operation there. At
-    least one table comes, of 0 rows if there are none.
-
-    Args:
-        silence_s: Seconds without a batch after which the server is asked whether it still lives; if it does, the
-            wait goes on.
+    least one table comes, of 0 rows if there are none. A server that is silent for long is asked whether it still
+    lives; if it does, the wait goes on.
 
     Raises:
         TableTooLargeError: The server refused to send that much (its maxResultSize, or the size of a message).
         EngineSilentError: The server no longer answers.
+        EngineUnavailableError: The server is gone.
     """
     spark = frame.sparkSession
     tag = f"bridge-{uuid.uuid4().hex}"
@@ -45,13 +51,15 @@ def stream_batches(frame: DataFrame, schema: pa.Schema, name: str, *, silence_s:
     stopped = threading.Event()
     fetcher = threading.Thread(target=_fetch, args=(frame, tag, arrived, stopped), name="bridge-fetch", daemon=True)
     fetcher.start()
-    finished = False
+    finished, wait_s = False, _STOP_TIMEOUT_S
     try:
         while True:
             try:
-                item = arrived.get(timeout=silence_s)
+                item = arrived.get(timeout=_SILENCE_S)
             except queue.Empty:
+                wait_s = 0.0  # for one that does not answer now
                 _probe(spark, name)
+                wait_s = _STOP_TIMEOUT_S
                 continue
             if item is _END:
                 finished = True
@@ -63,8 +71,7 @@ def stream_batches(frame: DataFrame, schema: pa.Schema, name: str, *, silence_s:
     finally:
         if not finished:
             stopped.set()
-            _interrupt(spark, tag)
-            _drain(arrived, fetcher)
+            _stop(spark, tag, wait_s, fetcher, arrived)
 
 
 def _fetch(frame: Any, tag: str, arrived: queue.Queue[Any], stopped: threading.Event) -> None:
@@ -112,40 +119,44 @@ def _probe(spark: SparkSession, name: str) -> None:
 
     Raises:
         EngineSilentError: It does not answer.
+        EngineUnavailableError: It is gone.
     """
-    outcome: list[object] = []
-
-    def ask() -> None:
-        with quiet():
-            outcome.append(spark.conf.get("spark.sql.session.timeZone"))
-
-    asker = threading.Thread(target=ask, name="bridge-probe", daemon=True)
-    asker.start()
-    asker.join(_PROBE_TIMEOUT_S)
-    if not outcome:
+    if is_refused(spark):
+        raise EngineUnavailableError(
+            f"{name}: the server went away while rows were being read.\n  Connect again and repeat the call."
+        )
+    try:
+        answer_within(_PROBE_TIMEOUT_S, lambda: spark.conf.get("spark.sql.session.timeZone"))
+    except TimeoutError as exc:
         raise EngineSilentError(
             f"{name}: the server has stopped answering; nothing was kept of the rows that came.\n"
             "  It may have run out of memory: look at its log, name fewer columns, or use limit=."
-        )
+        ) from exc
+    except Exception as exc:  # noqa: BLE001 - raised as what it means
+        _raise(exc, name)
+
+
+def _stop(
+    spark: SparkSession, tag: str, wait_s: float, runner: threading.Thread, arrived: queue.Queue[Any] | None = None
+) -> None:
+    """Stop an operation on the server and let the thread that runs it end, waiting no longer than `wait_s`.
+
+    A server that answers later gets the interrupt then. The thread may wait for room in `arrived`.
+    """
+    interrupter = threading.Thread(target=_interrupt, args=(spark, tag), name="bridge-interrupt", daemon=True)
+    interrupter.start()
+    deadline = time.monotonic() + wait_s
+    while (interrupter.is_alive() or runner.is_alive()) and time.monotonic() < deadline:
+        runner.join(0.05)
+        if arrived is not None:
+            with suppress(queue.Empty):
+                arrived.get_nowait()
 
 
 def _interrupt(spark: SparkSession, tag: str) -> None:
-    from pyspark.errors import PySparkException
-
-    try:
-        with quiet():
-            spark.interruptTag(tag)
-    except PySparkException:
-        pass  # the operation has ended by itself, or the server is gone: either way it does not run
-
-
-def _drain(arrived: queue.Queue[Any], fetcher: threading.Thread) -> None:
-    """Let the fetching thread end: it may wait for room in the queue."""
-    while fetcher.is_alive():
-        try:
-            arrived.get(timeout=0.05)
-        except queue.Empty:
-            continue
+    # the operation may have ended by itself, or the server be gone: either way it does not run
+    with suppress(Exception), quiet():
+        spark.interruptTag(tag)
 
 
 def run_within(frame: DataFrame, timeout_s: float) -> pa.Table | None:
@@ -168,7 +179,7 @@ def run_within(frame: DataFrame, timeout_s: float) -> pa.Table | None:
     runner.start()
     runner.join(timeout_s)
     if not outcome:
-        _interrupt(spark, tag)
+        _stop(spark, tag, _STOP_TIMEOUT_S, runner)
         return None
     if isinstance(outcome[0], BaseException):
         raise outcome[0]

@@ -56,7 +56,7 @@ def measure(source: Source, max_bytes: int) -> Size:
         size = _with_limit(Size(rows, told, width, width_from), source.limit)
         if source.where is None:
             return size
-        bound = Size(size.num_rows, f"at most: {size.rows_from}, before the filter", width, width_from, is_bound=True)
+        bound = Size(size.num_rows, f"{size.rows_from}, before the filter", width, width_from, is_bound=True)
         if (bound.num_bytes or 0) <= max_bytes:
             return bound
         counted = _count(source.frame, COUNT_TIMEOUT_S)

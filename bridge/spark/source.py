@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import EngineError, SourceError, SourceNotFoundError
 from bridge.spark.arrow import arrow_schema
+from bridge.spark.channel import answer_within, is_refused
 from bridge.spark.engines import Engine, Pin
 from bridge.spark.failures import Failure, classify, quiet, reason, translated
 from bridge.spark.names import near, parse_name, quote, quote_parts, sql_string
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import Column, DataFrame, SparkSession
     from pyspark.sql.types import StructType
+
+_DROP_TIMEOUT_S = 10.0
 
 # A filter with one of these gives other rows each time, so that what it read cannot be told by its text.
 _UNSTABLE = re.compile(
@@ -66,8 +69,7 @@ class Source:
     def close(self) -> None:
         """Drop the private view, if there is one. The frames cannot be run afterwards."""
         if self.view is not None:
-            with quiet():
-                self.spark.catalog.dropTempView(self.view)
+            _drop_view(self.spark, self.view)
 
 
 def resolve(
@@ -127,7 +129,16 @@ class _Found:
 
     def close(self) -> None:
         if self.view is not None:
-            self.spark.catalog.dropTempView(self.view)
+            _drop_view(self.spark, self.view)
+
+
+def _drop_view(spark: SparkSession, view: str) -> None:
+    """Drop a private view. A server that is gone or does not answer is not waited for: the view ends with the session."""
+    from pyspark.errors import PySparkException
+
+    if not is_refused(spark):
+        with suppress(PySparkException, TimeoutError):
+            answer_within(_DROP_TIMEOUT_S, lambda: spark.catalog.dropTempView(view))
 
 
 def _checked_version(version: int | None, timestamp: str | datetime | None) -> tuple[int | None, str | None]:

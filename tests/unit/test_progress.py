@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sys
+import time
 import types
 
 import pytest
@@ -39,6 +40,10 @@ def test_it_is_shown_where_someone_can_see_it_or_as_told(
     with progress_bar("collect t", total=10, unit=" rows", enabled=enabled) as bar:
         bar.update(3)
         assert bar.disable is not shown
+        assert stderr.text == ""  # what is done at once shows no bar
+        if shown:
+            time.sleep(0.6)
+        bar.update(3)
 
     assert ("collect t" in stderr.text) is shown
 

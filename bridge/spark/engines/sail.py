@@ -187,9 +187,7 @@ def _folders(path: Path) -> Iterator[Path]:
 
 def _decoded(folder_name: str) -> str:
     """Undo how Sail names the folder of a table: `a b` becomes `au+0020b`, and a smiley U+0001F600."""
-    return re.sub(
-        r"u\+([0-9A-F]{4})|U\+([0-9A-F]{8})", lambda match: chr(int(match[1] or match[2], 16)), folder_name
-    )
+    return re.sub(r"u\+([0-9A-F]{4})|U\+([0-9A-F]{8})", lambda match: chr(int(match[1] or match[2], 16)), folder_name)
 
 
 def _local_path(location: str) -> Path | None:

@@ -127,7 +127,9 @@ def test_nulls_of_integers_are_an_error_without_a_floating_dtype() -> None:
     ("column", "dtype"), [("big", "int8"), ("big", "uint8"), ("big", "int32"), ("f", "int64"), ("a", "bool")]
 )
 def test_an_integer_dtype_takes_only_what_it_holds(column: str, dtype: str) -> None:
-    with pytest.raises(LossyConversionError, match=rf"feature '{column}' \(\w+\) cannot be held as {dtype}: .*\n  Give a"):
+    with pytest.raises(
+        LossyConversionError, match=rf"feature '{column}' \(\w+\) cannot be held as {dtype}: .*\n  Give a"
+    ):
         to_matrix(TABLE, [column], None, dtype)
 
 
@@ -143,7 +145,9 @@ def test_an_integer_dtype_that_holds_the_values_is_taken() -> None:
 @pytest.mark.parametrize("column", ["text", "price"])
 def test_a_feature_is_a_number(column: str) -> None:
     for dtype in (None, "float32"):
-        with pytest.raises(LossyConversionError, match=rf"feature '{column}' is .*, which is no number\.\n  Leave it out"):
+        with pytest.raises(
+            LossyConversionError, match=rf"feature '{column}' is .*, which is no number\.\n  Leave it out"
+        ):
             to_matrix(TABLE, [column], None, dtype)
 
 
@@ -154,7 +158,9 @@ def test_a_matrix_is_of_numbers(dtype: str) -> None:
 
 
 def test_a_dtype_is_one_of_numpy() -> None:
-    with pytest.raises(ValueError, match="dtype is 'bfloat16', which NumPy does not have; convert the matrix afterwards"):
+    with pytest.raises(
+        ValueError, match="dtype is 'bfloat16', which NumPy does not have; convert the matrix afterwards"
+    ):
         to_matrix(TABLE, ["a"], None, "bfloat16")
 
 

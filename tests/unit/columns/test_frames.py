@@ -18,7 +18,11 @@ BIG = 2**63 - 1
 def test_integers_beside_nulls_stay_exact() -> None:
     frame = to_pandas(pa.table({"n": [BIG, None], "flag": [True, None], "tiny": pa.array([1, None], pa.int8())}))
 
-    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == {"n": "Int64", "flag": "boolean", "tiny": "Int8"}
+    assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == {
+        "n": "Int64",
+        "flag": "boolean",
+        "tiny": "Int8",
+    }
     assert frame.n[0] == BIG
     assert frame.n[1] is pd.NA
     assert list(frame.index) == [0, 1]
@@ -84,7 +88,9 @@ def test_a_map_is_a_dict_and_twice_the_same_key_is_an_error() -> None:
 
     assert to_pandas(pa.table({"m": pa.array([[("a", 1), ("b", 2)]], arrow)})).m[0] == {"a": 1, "b": 2}
     twice = pa.table({"n": [1], "m": pa.array([[("a", 1), ("a", 2)]], arrow)})
-    with pytest.raises(LossyConversionError, match=r"column 'm' \(map<.*\) cannot be held as objects of Python: .*dupl"):
+    with pytest.raises(
+        LossyConversionError, match=r"column 'm' \(map<.*\) cannot be held as objects of Python: .*dupl"
+    ):
         to_pandas(twice)
     with pytest.raises(LossyConversionError, match="column 'm'"):
         to_numpy(twice)

@@ -15,7 +15,9 @@ from bridge.errors import LossyConversionError, SourceNotFoundError
 
 
 def test_one_chunk_without_nulls_is_not_copied() -> None:
-    table = pa.table({"n": np.arange(10), "d": np.arange(10.0), "at": pa.array([0, 1], pa.timestamp("us")).take([0] * 10)})
+    table = pa.table(
+        {"n": np.arange(10), "d": np.arange(10.0), "at": pa.array([0, 1], pa.timestamp("us")).take([0] * 10)}
+    )
 
     tensors = to_torch(table)
 
@@ -98,7 +100,9 @@ def test_a_dtype_may_be_of_torch_or_numpy(dtype: Any) -> None:
 
 
 def test_a_dtype_that_numpy_lacks_is_refused() -> None:
-    with pytest.raises(ValueError, match="dtype is 'bfloat16', which NumPy does not have; convert the matrix afterwards"):
+    with pytest.raises(
+        ValueError, match="dtype is 'bfloat16', which NumPy does not have; convert the matrix afterwards"
+    ):
         to_torch_matrix(pa.table({"a": [1]}), ["a"], None, torch.bfloat16)
 
 
@@ -106,7 +110,9 @@ def test_a_label_is_a_tensor() -> None:
     table = pa.table({"a": [1], "text": ["x"], "raw": [b"x"]})
 
     for label in ("text", "raw"):
-        with pytest.raises(LossyConversionError, match=rf"label '{label}' holds strings or binary, which no tensor holds"):
+        with pytest.raises(
+            LossyConversionError, match=rf"label '{label}' holds strings or binary, which no tensor holds"
+        ):
             to_torch_matrix(table, ["a"], label)
     with pytest.raises(SourceNotFoundError, match="no column 'y' was loaded"):
         to_torch_matrix(table, ["a"], "y")

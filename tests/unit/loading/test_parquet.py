@@ -166,7 +166,9 @@ def test_a_file_that_is_gone_is_told(tmp_path: Path) -> None:
     folder, manifest = make_export(tmp_path, SHARDS)
     (folder / "part-00001.parquet").unlink()
 
-    with pytest.raises(CorruptFileError, match=r"part-00001.parquet is gone, though the export's manifest lists it\.\n"):
+    with pytest.raises(
+        CorruptFileError, match=r"part-00001.parquet is gone, though the export's manifest lists it\.\n"
+    ):
         read_all(folder, manifest)
 
 

@@ -1,4 +1,4 @@
-"""Sessions. Each test that opens one runs in a process of its own, since a session that is active decides for others."""
+"""Sessions, each in a process of its own: one that is active decides for all that follow."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_tables_keep_their_names_in_a_new_process(tmp_path: Path) -> None:
 
 def test_a_table_that_cannot_be_read_does_not_take_the_others_away(tmp_path: Path) -> None:
     (tmp_path / "main/demo/broken/_delta_log").mkdir(parents=True)
-    code = f"""
+    code = """
         import warnings
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -215,7 +215,9 @@ def test_a_warehouse_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: py
 
 
 def test_a_classic_session_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EngineUnavailableError, match=r"the Spark session is a classic one; .*\n  Name an engine: bridge"):
+    with pytest.raises(
+        EngineUnavailableError, match=r"the Spark session is a classic one; .*\n  Name an engine: bridge"
+    ):
         attach(object(), load_settings())  # type: ignore[arg-type]
 
     # A JVM would take seconds: this is all that is looked at.
@@ -352,7 +354,7 @@ def test_without_databricks_connect_its_settings_do_not_count_and_its_name_is_an
     for remote in ("databricks", "databricks://prod"):
         with pytest.raises(
             MissingDependencyError,
-            match=rf'remote "{remote}" needs databricks-connect, which is not installed\.\n  pip install "spark-training',
+            match=rf'remote "{remote}" needs databricks-connect, which is not installed\.\n  pip install "spark-',
         ):
             bridge.connect(remote)
     assert told("tell(bridge.connect().range(2).count())", DATABRICKS_HOST="x") == 2

@@ -22,6 +22,7 @@ APACHE = [
     ("DELTA_TIMESTAMP_EARLIER_THAN_COMMIT_RETENTION", Failure.NO_VERSION),
     ("DELTA_TIMESTAMP_GREATER_THAN_COMMIT", Failure.NO_VERSION),
     ("UNSUPPORTED_FEATURE.TIME_TRAVEL", Failure.NO_TIME_TRAVEL),
+    ("FGAC_TIME_TRAVEL_NOT_SUPPORTED", Failure.NO_TIME_TRAVEL),
     ("PARSE_SYNTAX_ERROR", Failure.SYNTAX),
     ("PARSE_EMPTY_STATEMENT", Failure.SYNTAX),
     ("USER_RAISED_EXCEPTION", Failure.OTHER),
@@ -91,7 +92,9 @@ def test_what_both_say(text: str, failure: Failure) -> None:
 
 
 def test_the_reason_is_one_line_for_a_person() -> None:
-    apache = "\n[PARSE_SYNTAX_ERROR] Syntax error at or near '>'. SQLSTATE: 42601 (line 1, pos 6)\n\n== SQL ==\nid >>>> (\n"
+    apache = (
+        "\n[PARSE_SYNTAX_ERROR] Syntax error at or near '>'. SQLSTATE: 42601 (line 1, pos 6)\n\n== SQL ==\nid >>>> (\n"
+    )
 
     assert reason(Said(apache)) == "[PARSE_SYNTAX_ERROR] Syntax error at or near '>'. SQLSTATE: 42601 (line 1, pos 6)"
     assert reason(RuntimeError(GRPC)) == (

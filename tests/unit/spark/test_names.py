@@ -49,7 +49,9 @@ def test_names(text: str, parts: tuple[str, ...]) -> None:
     "text", ["", ".", "a.", ".a", "a..b", "a.b.c.d", "`a", "a`", "a`b`", "`a`b", "``", "` `", " ", "a. .b", "`a`.", "`"]
 )
 def test_what_is_no_name_is_told(text: str) -> None:
-    with pytest.raises(SourceError, match=r"is no table name\.\n  Give table, schema\.table or catalog\.schema\.table;"):
+    with pytest.raises(
+        SourceError, match=r"is no table name\.\n  Give table, schema\.table or catalog\.schema\.table;"
+    ):
         parse_name(text)
 
 

@@ -12,7 +12,8 @@ import pytest
 import bridge
 from bridge.errors import ConfigError, ExportError, ExportNotFoundError, VolumeError
 from bridge.spark.engines import Pin
-from bridge.tables.export import export_folder, find_reusable, identity, shape
+from bridge.spark.write import Written
+from bridge.tables.export import _counted, export_folder, find_reusable, identity, shape
 from bridge.volumes.commit import Attempt, complete_attempts, write_marker
 from bridge.volumes.path import locate
 from tests.exports import make_export
@@ -188,7 +189,8 @@ def test_exports_of_several_tables_need_a_name(tmp_path: Path) -> None:
     of_table(tmp_path, "main.ml.planes", 2)
 
     with pytest.raises(
-        ExportNotFoundError, match=r"holds exports of 2 tables: main\.ml\.flights, main\.ml\.planes\.\n  Say which: table="
+        ExportNotFoundError,
+        match=r"holds exports of 2 tables: main\.ml\.flights, main\.ml\.planes\.\n  Say which: table=",
     ):
         bridge.open_export(tmp_path)
     assert bridge.open_export(tmp_path, table="main.ml.flights").path == str(first)
@@ -215,7 +217,7 @@ def test_a_folder_of_one_export_must_be_the_one_asked_for(tmp_path: Path) -> Non
 
 def test_a_newer_format_is_told(tmp_path: Path) -> None:
     folder, manifest = make_export(tmp_path / "t", [TABLE])
-    (attempt, body), = complete_attempts(tmp_path / "t")
+    ((attempt, body),) = complete_attempts(tmp_path / "t")
     newer = Attempt(tmp_path / "t" / f"00000009-a-{attempt.attempt_id}", 9, "a", attempt.attempt_id)
     newer.folder.mkdir()
     write_marker(newer, {**body, "format_version": 99})
@@ -255,3 +257,14 @@ def test_a_label_needs_features(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="label and dtype go with features"):
             hand_off(dtype="float32")
     assert table.to_numpy(["n"]).shape == table.to_torch(["n"]).shape == (10, 1)
+
+
+def test_rows_that_were_written_and_rows_in_the_files_must_agree(tmp_path: Path) -> None:
+    shards = make_export(tmp_path, [TABLE, TABLE])[1].shards
+
+    assert _counted(shards, Written(("a", "b"), 20), "main.ml.t") == 20
+    with pytest.raises(
+        ExportError,
+        match=r"^main\.ml\.t: 1,021 rows were written, but the files hold 20\.\n  Another writer may use",
+    ):
+        _counted(shards, Written(("a", "b"), 1021), "main.ml.t")

@@ -106,7 +106,17 @@ def test_an_attempt_without_a_whole_marker_does_not_hide_others(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"\n", b"garbage", b"{}\n{}", b"[]\n{}", b"null\nnull", b'{"digest": null}\n{}', b"\xff\xfe\n\x00", b'{"digest'],
+    [
+        b"",
+        b"\n",
+        b"garbage",
+        b"{}\n{}",
+        b"[]\n{}",
+        b"null\nnull",
+        b'{"digest": null}\n{}',
+        b"\xff\xfe\n\x00",
+        b'{"digest',
+    ],
 )
 def test_garbage_is_no_marker(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "_bridge.0.json").write_bytes(content)
