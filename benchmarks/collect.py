@@ -16,6 +16,8 @@ ROWS = 1_000_000
 # 76 bytes a row and more: about 400 MB of Arrow.
 MEMORY_ROWS = 4_800_000
 _ENOUGH = "8GiB"
+# A JVM compiles what it runs often: its first few queries take twice as long.
+_WARM_UPS = 3
 
 SCHEMA = pa.schema(
     [
@@ -77,9 +79,9 @@ def _frame(spark: Any, path: str, kind: str) -> Any:
     return spark.read.format(kind).load(path)
 
 
-def _load(spark: Any, path: str, kind: str) -> bridge.Table:
+def _load(spark: Any, path: str, kind: str, max_bytes: str | None = None) -> bridge.Table:
     source = path if kind == "delta" else _frame(spark, path, kind)
-    return bridge.load_table(source, route="collect", max_bytes=_ENOUGH, spark=spark)
+    return bridge.load_table(source, route="collect", max_bytes=max_bytes, spark=spark)
 
 
 def _compare_times(report: Report, spark: Any, path: str, kind: str, rounds: int) -> None:
@@ -93,6 +95,7 @@ def _compare_times(report: Report, spark: Any, path: str, kind: str, rounds: int
         },
         reference="toPandas",
         rounds=rounds,
+        warm_ups=_WARM_UPS,
         check=_differs,
     )
     report.add_comparison(f"{ROWS:,} rows, {len(SCHEMA)} columns, stored as {kind}", comparison, against=ours)
@@ -110,19 +113,22 @@ def _differs(expected: Any, found: Any) -> str | None:
 
 def _canonical(result: Any) -> pa.Table:
     if not isinstance(result, pa.Table):
+        # pyarrow warns of what Connect keeps there, which is no data.
+        result.attrs.clear()
         # toPandas gives instants without a zone, in that of the session: UTC here.
         result = pa.Table.from_pandas(result, schema=SCHEMA, preserve_index=False, safe=False)
     return result.cast(SCHEMA).combine_chunks().sort_by("id")
 
 
 def _split_time(report: Report, spark: Any, path: str, kind: str, rounds: int) -> None:
-    from bridge.tables.load import fetch, prepare
+    from bridge.tables.fetch import fetch
+    from bridge.tables.prepare import prepare
 
     steps: dict[str, list[float]] = {"plan": [], "fetch": [], "convert to pandas": []}
     for _ in range(rounds):
         started = time.perf_counter()
         source = path if kind == "delta" else _frame(spark, path, kind)
-        with prepare(source, route="collect", max_bytes=_ENOUGH, spark=spark) as prepared:
+        with prepare(source, route="collect", spark=spark) as prepared:
             planned = time.perf_counter()
             table = fetch(prepared)
             fetched = time.perf_counter()
@@ -167,4 +173,4 @@ def collect_theirs(*, engine: str, path: str, kind: str) -> int:
 
 def collect_ours(*, engine: str, path: str, kind: str) -> int:
     """Collect by bridge and return the Arrow bytes; run in a child."""
-    return _load(_connect(engine), path, kind).num_bytes
+    return _load(_connect(engine), path, kind, _ENOUGH).num_bytes

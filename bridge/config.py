@@ -20,6 +20,7 @@ from bridge.display import did_you_mean, parse_bytes
 from bridge.errors import ConfigError
 
 _PREFIX = "BRIDGE_"
+_COLLECT_BYTES = 512 << 20
 # read elsewhere than as settings: the folder and the name of a profile, and what the tests need
 _OTHER_VARIABLES = re.compile(r"BRIDGE_(CONF|PROFILE|REQUIRE|TEST_.*)")
 _REMOTE_FORMS = (
@@ -304,6 +305,11 @@ def _expand(value: object, *, path: Path, key: str) -> object:
             raise ConfigError(f"{path}: {key} refers to ${{{match[1]}}}, which the environment does not hold.") from exc
 
     return _REFERENCE.sub(read, value)
+
+
+def collect_ceiling(settings: Settings) -> int:
+    """Return the most bytes one collect may hold: as set, else the lesser of 512 MiB and a quarter of free memory."""
+    return settings.max_bytes if settings.max_bytes is not None else min(_COLLECT_BYTES, available_memory() // 4)
 
 
 def available_memory() -> int:

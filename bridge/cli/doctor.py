@@ -92,7 +92,7 @@ def _run_checks() -> Iterable[Check]:
     yield _safely("/Volumes", lambda: _mount(root))
     yield _safely("volume root", lambda: _folder("volume root", root, "BRIDGE_VOLUME_ROOT"))
     yield _safely("warehouse", lambda: _folder("warehouse", settings.warehouse, "BRIDGE_WAREHOUSE"))
-    yield _safely("memory", lambda: _memory(settings.max_bytes))
+    yield _safely("memory", lambda: _memory(settings))
 
 
 def _safely(name: str, check: Callable[[], Check]) -> Check:
@@ -271,9 +271,8 @@ def _folder(name: str, folder: Path, variable: str) -> Check:
     return Check(name, "ok", f"{folder} ({format_bytes(shutil.disk_usage(nearest).free)} free{made})")
 
 
-def _memory(max_bytes: int | None) -> Check:
-    from bridge.config import available_memory
+def _memory(settings: Settings) -> Check:
+    from bridge.config import available_memory, collect_ceiling
 
-    free = available_memory()
-    ceiling = min(512 << 20, free // 4) if max_bytes is None else max_bytes
-    return Check("memory", "ok", f"{format_bytes(free)} available; a collect may hold {format_bytes(ceiling)}")
+    free, ceiling = format_bytes(available_memory()), format_bytes(collect_ceiling(settings))
+    return Check("memory", "ok", f"{free} available; a collect may hold {ceiling}")

@@ -11,8 +11,9 @@ from bridge.errors import SourceError
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
-# Held in Arrow as a struct of encoded bytes, which Parquet writers take apart: not the same by both routes.
-_ENCODED = {"variant", "geometry", "geography"}
+# pyspark has an Arrow form for these, but they do not come out of both routes: Apache Spark sends and writes no TIME, and
+# Parquet writers take apart the encoded bytes of the others.
+_NOT_CARRIED = {"time", "variant", "geometry", "geography"}
 
 
 def arrow_schema(schema: StructType, name: str) -> pa.Schema:
@@ -33,7 +34,7 @@ def arrow_schema(schema: StructType, name: str) -> pa.Schema:
             f"{name}: column {column.name!r} is {column.dataType.simpleString()}, which cannot be carried.\n"
             "  Leave it out with columns=, or cast it to STRING in a DataFrame and pass that."
         )
-        if _is_encoded(column.dataType):
+        if _is_not_carried(column.dataType):
             raise SourceError(refusal)
         try:
             arrow = to_arrow_type(column.dataType, timezone="UTC")
@@ -43,16 +44,16 @@ def arrow_schema(schema: StructType, name: str) -> pa.Schema:
     return pa.schema(fields)
 
 
-def _is_encoded(spark_type: DataType) -> bool:
+def _is_not_carried(spark_type: DataType) -> bool:
     from pyspark.sql.types import ArrayType, MapType, StructType
 
     if isinstance(spark_type, StructType):
-        return any(_is_encoded(field.dataType) for field in spark_type.fields)
+        return any(_is_not_carried(field.dataType) for field in spark_type.fields)
     if isinstance(spark_type, ArrayType):
-        return _is_encoded(spark_type.elementType)
+        return _is_not_carried(spark_type.elementType)
     if isinstance(spark_type, MapType):
-        return _is_encoded(spark_type.keyType) or _is_encoded(spark_type.valueType)
-    return spark_type.typeName() in _ENCODED
+        return _is_not_carried(spark_type.keyType) or _is_not_carried(spark_type.valueType)
+    return spark_type.typeName() in _NOT_CARRIED
 
 
 def _nullable(arrow: pa.DataType) -> pa.DataType:

@@ -133,7 +133,7 @@ class _Found:
 
 
 def _drop_view(spark: SparkSession, view: str) -> None:
-    """Drop a private view. A server that is gone or does not answer is not waited for: the view ends with the session."""
+    """Drop a private view; a server that does not answer is not waited for, since the view ends with the session."""
     from pyspark.errors import PySparkException
 
     if not is_refused(spark):

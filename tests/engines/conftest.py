@@ -24,10 +24,10 @@ class EngineUnderTest:
     folder: Path
     _numbers: Iterator[int] = field(default_factory=itertools.count)
 
-    def save(self, frame: Any, *, mode: str = "error", name: str | None = None, format: str = "delta") -> str:
+    def save(self, frame: Any, *, mode: str = "error", name: str | None = None, provider: str = "delta") -> str:
         """Save rows as a table and return its full name."""
         name = name or f"t{next(self._numbers)}"
-        frame.write.format(format).mode(mode).saveAsTable(f"demo.{name}")
+        frame.write.format(provider).mode(mode).saveAsTable(f"demo.{name}")
         return f"{self.catalog}.demo.{name}"
 
     def path(self, table: str) -> str:

@@ -266,7 +266,7 @@ def test_a_path_that_is_no_table(engine: Any, tmp_path: Path) -> None:
 )
 def test_version_of_what_has_none(engine: Any, arguments: Any, asked: str) -> None:
     engine.spark.sql("CREATE OR REPLACE TEMP VIEW bad_view AS SELECT 1 AS one")
-    files = engine.save(engine.spark.range(1), format="parquet", mode="overwrite", name="bad_files")
+    files = engine.save(engine.spark.range(1), provider="parquet", mode="overwrite", name="bad_files")
 
     for source, what in (
         ("bad_view", "bad_view, a view,"),
@@ -409,10 +409,10 @@ def test_a_classic_dataframe(sail: Any) -> None:
 
 
 def test_a_large_table_and_no_volume(apache: Any, saved: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from bridge.tables import load
+    from bridge.tables import fetch
 
     name = saved.get("large") or saved.setdefault("large", apache.save(apache.spark.range(1 << 18), name="bad_large"))
-    monkeypatch.setattr(load, "stream_batches", None)  # no rows may move
+    monkeypatch.setattr(fetch, "stream_batches", None)  # no rows may move
 
     with raises(
         TableTooLargeError,

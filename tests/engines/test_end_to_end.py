@@ -17,7 +17,8 @@ import bridge
 MIXED = """
     SELECT CAST(id AS INT) AS i, id AS b, CAST(id % 128 AS TINYINT) AS t, CAST(id AS SMALLINT) AS s,
            id * 0.5D AS d, CAST(id AS FLOAT) AS f, id % 2 = 0 AS flag,
-           IF(id % 10 = 0, NULL, id) AS n, IF(id % 7 = 0, NULL, id * 1.5D) AS dn, IF(id % 5 = 0, NULL, concat('é', id)) AS text,
+           IF(id % 10 = 0, NULL, id) AS n, IF(id % 7 = 0, NULL, id * 1.5D) AS dn,
+           IF(id % 5 = 0, NULL, concat('é', id)) AS text,
            CAST(concat('x', id) AS BINARY) AS raw, date_add(DATE'1970-01-01', CAST(id AS INT)) AS day,
            timestamp_micros(id * 1000003) AS at, CAST(id AS DECIMAL(18, 4)) / 7 AS price
     FROM range(1000)

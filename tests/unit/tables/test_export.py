@@ -13,7 +13,7 @@ import bridge
 from bridge.errors import ConfigError, ExportError, ExportNotFoundError, VolumeError
 from bridge.spark.engines import Pin
 from bridge.spark.write import Written
-from bridge.tables.export import _counted, export_folder, find_reusable, identity, shape
+from bridge.tables.publish import _counted, export_folder, find_reusable, identity, shape
 from bridge.volumes.commit import Attempt, complete_attempts, write_marker
 from bridge.volumes.path import locate
 from tests.exports import make_export
