@@ -69,7 +69,7 @@ def to_matrix(
         if not is_number(column.type):
             raise LossyConversionError(
                 f"feature {name!r} is {column.type}, which is no number.\n"
-                "  Leave it out of features=, or encode it in Spark."
+                "  Leave it out of features=, or encode it in Spark; to_numpy() without features= gives it as objects."
             )
     target = _matrix_type(columns, dtype)
     matrix = np.empty((table.num_rows, len(columns)), dtype=target)
@@ -143,5 +143,6 @@ def _common_type(columns: dict[str, pa.ChunkedArray]) -> pa.DataType:
     shown = ", ".join(f"{name} {column.type}" for name, column in list(columns.items())[:8])
     raise LossyConversionError(
         f"the features are of {len(types)} types ({shown}), and one matrix holds one.\n"
-        '  Say which: dtype="float32". Without features= each column comes as an array of its own.'
+        '  Say which: dtype="float64", or "float32" where its 24 bits are enough. Without features= each column comes '
+        "as an array of its own."
     )

@@ -61,7 +61,7 @@ def column_to_torch(column: pa.ChunkedArray, name: str) -> torch.Tensor | list[A
     elif not is_number(arrow):
         raise LossyConversionError(
             f"column {name!r} is {arrow}, which no tensor holds exactly.\n"
-            "  Leave it out with columns=, cast it in a DataFrame and load that, or use to_numpy()."
+            "  Leave it out with columns=, cast it in a DataFrame and load that, or use to_numpy() or to_huggingface()."
         )
     if column.num_chunks == 1 and not column.null_count and not types.is_boolean(arrow) and len(column):
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(column.chunk(0))

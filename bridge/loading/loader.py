@@ -22,7 +22,8 @@ class DataLoader:
 
     A batch is a dict of tensors (lists for strings and binary), or (X, y) when features and a label are named. Every
     row comes once an epoch; the last batch may be shorter unless `drop_last`. The order is a function of the table's
-    row groups, `seed`, the epoch and `shuffle_window`; call `set_epoch` before each epoch for another one.
+    row groups, `seed`, the epoch and `shuffle_window`; the epoch is counted on when one is finished, or set by
+    `set_epoch`.
     """
 
     def __init__(
@@ -69,12 +70,13 @@ class DataLoader:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
+        epoch = self._epoch
         planned = windows(
             self._row_groups.row_counts,
             shuffle=self._shuffle,
             shuffle_window=self._shuffle_window,
             seed=self._seed,
-            epoch=self._epoch,
+            epoch=epoch,
         )
         rest: pa.Table | None = None
         for window in _decoded_ahead(self._read, planned):
@@ -85,6 +87,8 @@ class DataLoader:
             rest = table.slice(whole) if whole < table.num_rows else None
         if rest is not None and not self._drop_last:
             yield self._batch(rest)
+        if self._epoch == epoch:
+            self._epoch += 1
 
     def _read(self, window: Window) -> pa.Table:
         tables = [self._row_groups.read(index) for index in window.groups]

@@ -11,8 +11,8 @@ from bridge.errors import SourceError
 if TYPE_CHECKING:
     from pyspark.sql.types import DataType, StructType
 
-# pyspark has an Arrow form for these, but they do not come out of both routes: Apache Spark sends and writes no TIME, and
-# Parquet writers take apart the encoded bytes of the others.
+# pyspark has an Arrow form for these, but not both routes have: Apache Spark neither sends nor writes TIME, and Parquet
+# writers take apart the encoded bytes of the others.
 _NOT_CARRIED = {"time", "variant", "geometry", "geography"}
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import getpass
 import importlib.util
 import os
 import sys
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,19 +37,21 @@ _DATABRICKS_HOSTS = (
 class Connection:
     """A session, the kind of server behind it, and how to say where it is.
 
-    `is_embedded` is true for the engine in this process.
+    `is_embedded` is true for the engine that needs no server. `profile` is the one that `connect` was told, whose other
+    settings hold for what is loaded through the session.
     """
 
     spark: SparkSession
     engine: Engine
     address: str
     is_embedded: bool = False
+    profile: str | None = None
 
     @cached_property
     def user(self) -> str:
-        """Who asks, as the server knows them; "" where it knows nobody."""
+        """Who asks, as the server knows them; the user of this process where it knows nobody, as Sail does."""
         with translated(f"the session on {self.address}"):
-            return str(self.spark.sql("SELECT current_user()").collect()[0][0] or "")
+            return self.spark.sql("SELECT current_user()").collect()[0][0] or getpass.getuser()
 
 
 # What this process started or looked at. A server costs seconds to start, and one must not be started twice for the
@@ -73,7 +76,8 @@ def connect(remote: str | None = None, *, profile: str | None = None) -> SparkSe
 
     The tables of the embedded engine live in the folder of the setting `warehouse`, as Delta or Parquet, and those of
     `main.default` and of every schema with a folder there keep their names. A new schema needs that folder to keep its
-    tables: make `<warehouse>/main/<schema>` before connecting.
+    tables: make `<warehouse>/main/<schema>` before connecting. What is dropped comes back until its folder is deleted.
+    Names of tables saved through `local[...]` end with the process; their files stay in `<warehouse>/spark_catalog`.
 
     Raises:
         EngineUnavailableError: Nothing listens at the address, Java is missing, or a server does not start.
@@ -87,7 +91,10 @@ def connect(remote: str | None = None, *, profile: str | None = None) -> SparkSe
     """
     settings = load_settings(profile=profile, remote=remote)
     named = settings.origins["remote"] in ("keyword", "BRIDGE_REMOTE") or profile is not None
-    return _resolve(settings, settings.remote if named else None).spark
+    found = _resolve(settings, settings.remote if named else None)
+    if profile is not None:
+        found = _known[found.spark] = replace(found, profile=profile)
+    return found.spark
 
 
 def attach(spark: SparkSession | None, settings: Settings) -> Connection:
@@ -112,8 +119,7 @@ def _resolve(settings: Settings, named: str | None) -> Connection:
     opened = _opened.get(key)
     if opened is None or getattr(opened.spark, "is_stopped", False):
         opened = _opened[key] = _open(remote, key, settings)
-        _known[opened.spark] = opened
-    return opened
+    return _known.setdefault(opened.spark, opened)
 
 
 def _open(remote: str, key: str, settings: Settings) -> Connection:

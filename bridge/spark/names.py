@@ -15,8 +15,10 @@ def parse_name(text: str) -> tuple[str, ...]:
     """Split `catalog.schema.table` into one to three parts; a part in backticks may hold dots and doubled backticks.
 
     Raises:
-        SourceError: A part is empty, a backtick is unbalanced, or there are more than three parts.
+        SourceError: It is a query, a part is empty, a backtick is unbalanced, or there are more than three parts.
     """
+    if re.match(r"\s*(select|with)\s", text, re.IGNORECASE):
+        raise SourceError("the source is a query; give a table's name, or pass the DataFrame of spark.sql(...).")
     parts: list[str] = []
     position = 0
     while True:

@@ -349,7 +349,10 @@ def _choose_columns(have: list[str], asked: Sequence[str] | None, name: str) -> 
 
 def _filtered(frame: DataFrame, where: str | Column, name: str) -> DataFrame:
     from pyspark.errors import PySparkException
+    from pyspark.sql import Column
 
+    if not isinstance(where, str | Column):
+        raise SourceError(f"where is a {type(where).__name__}; give SQL text or a pyspark Column.")
     try:
         with quiet():
             filtered = frame.filter(where)

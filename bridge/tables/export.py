@@ -39,7 +39,8 @@ def export_table(
 
     The export is complete or absent: it has a folder of its own under `volume`, and readers find it by a marker that is
     written last. With `reuse`, a complete export of the same version, columns, filter and shape by the same user is
-    returned instead, and Spark reads nothing; what has no version (views, DataFrames) is always exported afresh.
+    returned instead, and Spark reads no rows; what has no version (views, DataFrames) and what is filtered by a Column
+    is always exported afresh.
 
     Args:
         source: As in `load_table`.
@@ -62,22 +63,26 @@ def export_table(
 def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = None, version: int | None = None) -> Table:
     """Return the newest complete export in a folder, without Spark.
 
+    It may be of some columns or rows only: `table.receipt` holds the columns, filter and limit it was made with, and
+    printing the table shows a filter.
+
     Args:
         root_or_path: The folder that was given as `volume`, or the folder of one export (`table.path`).
-        table: Name of the table; needed where the folder holds exports of several.
+        table: Name of the table, in full or its last parts; needed where the folder holds exports of several.
         version: Only exports of this version of the table.
 
     Raises:
         ExportNotFoundError: No complete export of that table and version is there.
     """
-    folder = locate(root_or_path, load_settings().volume_root).folder()
+    settings = load_settings()
+    folder = locate(root_or_path, settings.volume_root).folder()
     body = read_marker(folder)
     if body is not None:
         found = Manifest.from_json(body, folder)
         if (table is not None and found.table != table) or (version is not None and found.version != version):
             asked = _named(table or found.table, version)
             raise ExportNotFoundError(f"{folder} holds {_named(found.table, found.version)}, not {asked}.")
-        return Table.exported(folder, found)
+        return Table.exported(folder, found, client_max_bytes=settings.client_max_bytes)
     newest: dict[str, tuple[Path, Manifest]] = {}
     for parent in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ():
         for attempt, body in complete_attempts(parent):
@@ -89,14 +94,13 @@ def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = Non
         raise ExportNotFoundError(
             f"{folder} holds no complete export{asked}.\n  Make one: bridge.export_table(table, {str(folder)!r})."
         )
-    if table is None and len(newest) > 1:
-        raise ExportNotFoundError(
-            f"{folder} holds exports of {len(newest)} tables: {', '.join(newest)}.\n  Say which: table=."
-        )
-    name = table if table is not None else next(iter(newest))
-    if name not in newest:
-        raise ExportNotFoundError(f"{folder} holds no complete export of {name}{asked}.{did_you_mean(name, newest)}")
-    return Table.exported(*newest[name])
+    named = [name for name in newest if table is None or f".{name}".endswith(f".{table}")]
+    if not named:
+        hint = did_you_mean(table or "", newest) or f"\n  It holds exports of {', '.join(newest)}."
+        raise ExportNotFoundError(f"{folder} holds no complete export of {table}{asked}.{hint}")
+    if len(named) > 1:
+        raise ExportNotFoundError(f"{folder} holds exports of {', '.join(named)}.\n  Say which, in full: table=.")
+    return Table.exported(*newest[named[0]], client_max_bytes=settings.client_max_bytes)
 
 
 def _named(table: str, version: int | None) -> str:

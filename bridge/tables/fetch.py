@@ -100,18 +100,20 @@ def _export(prepared: Prepared) -> Table:
         about = f"would take about {format_bytes(estimate)}"
         raise _too_large(prepared, about if estimate > ceiling else f"takes more than {format_bytes(ceiling)}")
     if prepared.reusable is not None:
-        return Table.exported(*prepared.reusable, plan=prepared.plan)
-    parent = export_folder(prepared.volume, prepared.source)
-    folder, manifest = write_export(
-        prepared.source,
-        prepared.connection,
-        parent,
-        identity=prepared.identity,
-        shard_bytes=prepared.shard_bytes,
-        row_group_bytes=prepared.row_group_bytes,
-        row_bytes=prepared.size.row_bytes,
-    )
-    return Table.exported(folder, manifest, plan=prepared.plan)
+        folder, manifest = prepared.reusable
+    else:
+        folder, manifest = write_export(
+            prepared.source,
+            prepared.connection,
+            export_folder(prepared.volume, prepared.source),
+            identity=prepared.identity,
+            shard_bytes=prepared.shard_bytes,
+            row_group_bytes=prepared.row_group_bytes,
+            row_bytes=prepared.size.row_bytes,
+        )
+    return Table.exported(
+        folder, manifest, plan=prepared.plan, client_max_bytes=prepared.settings.client_max_bytes
+    )  # fmt: skip
 
 
 def _too_large(prepared: Prepared, told: str) -> TableTooLargeError:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,17 +56,21 @@ def prepare(
     **query: Any,
 ) -> Iterator[Prepared]:
     """Resolve, measure and decide; what was registered in the session for it is dropped at the end."""
-    settings = load_settings(volume=None if volume is None else os.fspath(volume), max_bytes=max_bytes)
-    ceiling = collect_ceiling(settings)
-    decide(None, ceiling, route)
+    load = partial(load_settings, volume=None if volume is None else os.fspath(volume), max_bytes=max_bytes)
+    settings = load()
+    decide(None, 0, route)
     sizes = shape(shard_bytes, row_group_bytes)
     if not isinstance(source, str | os.PathLike):
         if not hasattr(source, "sparkSession"):
             raise SourceError(
-                f"the source is a {type(source).__name__}; give a table's name, a path, or a Spark Connect DataFrame."
+                f"the source is a {_kind(source)}; give a table's name, a path, or a Spark Connect DataFrame.\n"
+                "  Rows of this process become one by spark.createDataFrame(...)."
             )
         spark = source.sparkSession if spark is None else spark
     connection = attach(spark, settings)
+    if connection.profile is not None:
+        settings = load(profile=connection.profile)
+    ceiling = collect_ceiling(settings)
     resolved = resolve(
         source, spark=connection.spark, engine=connection.engine, volume_root=settings.volume_root, **query
     )
@@ -114,3 +119,8 @@ def _volume(settings: Settings, connection: Connection) -> Place | None:
     if settings.volume is not None:
         return locate(settings.volume, settings.volume_root)
     return locate(data_folder() / "exports") if connection.is_embedded else None
+
+
+def _kind(value: object) -> str:
+    module = type(value).__module__.partition(".")[0]
+    return type(value).__name__ if module == "builtins" else f"{type(value).__name__} of {module}"

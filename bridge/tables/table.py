@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 
 from bridge.columns.contract import TypeContract, type_contract
-from bridge.config import available_memory, load_settings
+from bridge.config import available_memory
 from bridge.display import format_bytes, format_count
 from bridge.errors import TableTooLargeError
 from bridge.loading.parquet import ExportedRowGroups, RowGroups, stream_row_groups
@@ -56,7 +56,7 @@ class Table:
     `to_batches` and `to_huggingface(streaming=True)` need little memory for any size.
 
     Attributes:
-        plan: What was decided and why; None for an export that was opened by its path.
+        plan: What was decided and why; None for what `open_export` opened.
         receipt: What was read, by whom, when, with which versions: JSON values.
         path: The folder of an export; None after a collect.
         manifest: What an export holds; None after a collect.
@@ -64,13 +64,14 @@ class Table:
 
     def __init__(
         self, row_groups: RowGroups, *, plan: Plan | None, receipt: dict[str, Any], path: str | None = None,
-        manifest: Manifest | None = None,
+        manifest: Manifest | None = None, client_max_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self._row_groups = row_groups
         self.plan = plan
         self.receipt = receipt
         self.path = path
         self.manifest = manifest
+        self._client_max_bytes = client_max_bytes
 
     @classmethod
     def collected(cls, rows: pa.Table, *, plan: Plan, receipt: dict[str, Any]) -> Table:
@@ -78,10 +79,14 @@ class Table:
         return cls(CollectedRowGroups(rows), plan=plan, receipt=receipt)
 
     @classmethod
-    def exported(cls, folder: Path, manifest: Manifest, *, plan: Plan | None = None) -> Table:
+    def exported(
+        cls, folder: Path, manifest: Manifest, *, plan: Plan | None = None, client_max_bytes: int | None = None
+    ) -> Table:
         """Return a table over the shards in `folder`."""
-        row_groups = ExportedRowGroups(folder, manifest)
-        return cls(row_groups, plan=plan, receipt=manifest.receipt, path=str(folder), manifest=manifest)
+        return cls(
+            ExportedRowGroups(folder, manifest), plan=plan, receipt=manifest.receipt, path=str(folder),
+            manifest=manifest, client_max_bytes=client_max_bytes,
+        )  # fmt: skip
 
     @property
     def schema(self) -> pa.Schema:
@@ -148,7 +153,8 @@ class Table:
     def to_numpy(self, features: Sequence[str] | None = None, label: str | None = None, *, dtype: Any = None) -> Any:
         """Return a dict of arrays, one of shape [rows] for each column; not one 2-D array of everything.
 
-        With `features`: X of shape [rows, features] in the features' common type or `dtype`; with `label` too: (X, y).
+        With `features`: X of shape [rows, features], in the one type that all features have, or in `dtype`; with
+        `label` too: (X, y).
         Arrays may be read-only views.
 
         Raises:
@@ -198,7 +204,7 @@ class Table:
 
         Args:
             batch_size: Rows of a batch.
-            shuffle: Give the rows in an order that is a function of `seed` and the epoch.
+            shuffle: Give the rows in another order each epoch, which is a function of `seed` and the epoch's number.
             shuffle_window: Rows that are mixed together, at least; more need more memory.
             drop_last: Leave out a last batch that is shorter.
 
@@ -250,11 +256,11 @@ class Table:
 
     def __repr__(self) -> str:
         version = "" if self.version is None else f" version {self.version}"
+        filtered = f" where {self.receipt['where']}" if self.receipt["where"] else ""
         where = f", {format_count(len(self.files))} file(s) in {self.path}" if self.manifest else ""
-        return (
-            f"Table({self.receipt['table']}{version}: {format_count(self.num_rows)} rows x {len(self.schema)} columns, "
-            f"{format_bytes(self.num_bytes)} by {self.route}{where})"
-        )
+        what = f"{self.receipt['table']}{version}{filtered}"
+        shape = f"{format_count(self.num_rows)} rows x {len(self.schema)} columns"
+        return f"Table({what}: {shape}, {format_bytes(self.num_bytes)} by {self.route}{where})"
 
     def receipt_json(self) -> str:
         """Return the receipt as indented JSON."""
@@ -263,7 +269,7 @@ class Table:
     def _check_memory(self, call: str) -> None:
         assert self.manifest is not None
         needed = self.manifest.memory_bytes
-        allowed = load_settings().client_max_bytes or available_memory() // 2
+        allowed = self._client_max_bytes or available_memory() // 2
         if needed > allowed:
             raise TableTooLargeError(
                 f"{self.receipt['table']} would take about {format_bytes(needed)} in memory; client_max_bytes is "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ def _start(name: str, folder: Path, stack: ExitStack) -> EngineUnderTest:
     if name == "cluster":
         from tests.cluster import standalone_cluster
 
-        remote = stack.enter_context(standalone_cluster())
+        remote = stack.enter_context(standalone_cluster(os.environ["BRIDGE_SPARK_JARS"]))
     else:
         remote = {"sail": "sail", "apache": "local[2]"}[name]
     spark = bridge.connect(remote)

@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from bridge.errors import ConfigError, EngineUnavailableError
-from bridge.spark.engines.apache import ConnectServer, delta_conf, start_server
+from bridge.spark.engines.apache import delta_conf, start_server
+from bridge.spark.engines.process import ConnectServer
 
 SPARK_JARS = os.environ.get("BRIDGE_SPARK_JARS")
 # A JVM of a minute spends most of it in the second compiler.
@@ -71,7 +72,7 @@ def assert_nothing_left(server: ConnectServer) -> None:
             assert time.monotonic() < deadline
             time.sleep(0.05)
     assert not server.process.scratch.exists()
-    assert not server.log.exists()
+    assert not server.process.log.exists()
 
 
 @pytest.mark.apache

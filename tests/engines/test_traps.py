@@ -200,15 +200,37 @@ def test_a_stopped_collect_does_not_run_on(engine: Any) -> None:
 
     assert time.monotonic() - began < 30
     assert _operations_of(engine) == 0
-    # the same question while an operation does run
+    _wait_until(lambda: _cpu_share() < 0.5)
+    # the same questions while an operation does run
     runner = threading.Thread(target=_swallow, args=(_endless(engine.spark).collect,))
     runner.start()
-    deadline = time.monotonic() + 30
-    while not _operations_of(engine):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    _wait_until(lambda: _cpu_share() > 0.5)
+    _wait_until(lambda: _operations_of(engine) == 1)
     runner.join(30)
     assert not runner.is_alive()
+
+
+def _wait_until(holds: Callable[[], bool], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def _cpu_share() -> float:
+    """Return how many cores this process and its servers keep busy."""
+    own = psutil.Process()
+    processes = [own, *own.children(recursive=True)]
+
+    def spent() -> float:
+        return sum(
+            times.user + times.system
+            for times in (process.cpu_times() for process in processes if process.is_running())
+        )
+
+    before, began = spent(), time.monotonic()
+    time.sleep(1)
+    return (spent() - before) / (time.monotonic() - began)
 
 
 def _operations_of(engine: Any) -> int:
@@ -491,8 +513,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _endless(spark: Any) -> Any:
-    """One row, in hours."""
-    return spark.range(10**12).filter("id % 2 = 0").groupBy().max("id")
+    """One row, in a long time; in many tasks, since Apache Spark's do not end before their loop does."""
+    return spark.range(0, 10**12, 1, 20_000).filter("id % 2 = 0").groupBy().max("id")
 
 
 @contextmanager
@@ -538,9 +560,7 @@ def test_a_silent_server_ends_a_collect(spare_server: Any, spare: Any) -> None:
         finally:
             java.resume()
     # the interrupt has waited for the server, so that nothing runs on
-    deadline = time.monotonic() + 20
-    while spare.interruptAll() and time.monotonic() < deadline:
-        time.sleep(0.5)
+    _wait_until(lambda: not spare.interruptAll())
     assert spare.range(3).count() == 3
 
 

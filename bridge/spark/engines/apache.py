@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from bridge.errors import ConfigError
-from bridge.spark.engines.process import SparkProcess, free_port, spark_environment
+from bridge.spark.engines.process import ConnectServer, free_port, serve, spark_environment
 
 START_TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True)
-class ConnectServer:
-    """A running Connect server that we started."""
-
-    remote: str = field(repr=False)  # holds the token
-    process: SparkProcess
-    log: Path
-    keeps_log: bool
-
-    def stop(self) -> None:
-        """End the server; its scratch folder goes with it, and its log unless a folder was named for it."""
-        self.process.stop()
-        if not self.keeps_log:
-            self.log.unlink(missing_ok=True)
 
 
 def start_server(
@@ -60,9 +42,6 @@ def start_server(
     environment = spark_environment()
     program = str(Path(environment["SPARK_HOME"]) / "bin" / "spark-submit")
 
-    handle, log_name = tempfile.mkstemp(prefix="bridge-spark-", suffix=".log", dir=log_folder)
-    os.close(handle)
-    log = Path(log_name)
     scratch = Path(tempfile.mkdtemp(prefix="bridge-spark-"))
     port = free_port()
     token = secrets.token_urlsafe(32)
@@ -90,7 +69,7 @@ def start_server(
     environment["SPARK_SUBMIT_OPTS"] = f'{environment.get("SPARK_SUBMIT_OPTS", "")} "-Djava.io.tmpdir={scratch}"'
     environment.setdefault("SPARK_LOCAL_DIRS", str(scratch))
 
-    process = SparkProcess.start(
+    return serve(
         [
             *(program, "--master", master, "--name", "bridge"),
             *("--class", "org.apache.spark.sql.connect.service.SparkConnectServer"),
@@ -99,17 +78,13 @@ def start_server(
         ],
         name=f"Apache Spark's Connect server ({master})",
         environment=environment,
-        log=log,
+        port=port,
+        # pyspark sends a token without TLS only to a host spelled "localhost".
+        remote=f"sc://localhost:{port}/;token={token}",
         scratch=scratch,
+        timeout_s=START_TIMEOUT_S,
+        log_folder=log_folder,
     )
-    try:
-        process.wait_for_port("127.0.0.1", port, START_TIMEOUT_S)
-    except BaseException:
-        process.stop()
-        raise
-    # pyspark sends a token without TLS only to a host spelled "localhost".
-    remote = f"sc://localhost:{port}/;token={token}"
-    return ConnectServer(remote, process, log, keeps_log=log_folder is not None)
 
 
 def delta_conf(spark_jars: str | None) -> dict[str, str]:

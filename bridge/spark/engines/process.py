@@ -1,4 +1,4 @@
-"""Run a program of the Apache Spark distribution as a child that never outlives us."""
+"""Run a server as a child that never outlives us."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from bridge.errors import EngineUnavailableError, MissingDependencyError
@@ -104,7 +106,7 @@ class SparkProcess:
                 )
             if is_open:
                 return
-            time.sleep(0.1)
+            time.sleep(0.02)
         raise EngineUnavailableError(
             f"{self.name} was not ready on {host}:{port} after {timeout_s:g} s.\n{self._log_tail()}"
         )
@@ -135,6 +137,50 @@ class SparkProcess:
         # Stack frames would push the reason out of sight.
         telling = [line for line in lines if not re.match(r"\s+(at|\.\.\.) ", line)][-max_lines:]
         return "\n".join([*(f"  | {line}" for line in telling), f"  Log: {self.log}"])
+
+
+@dataclass(frozen=True)
+class ConnectServer:
+    """A running Spark Connect server that we started."""
+
+    remote: str = field(repr=False)  # may hold a token
+    process: SparkProcess
+    keeps_log: bool
+
+    def stop(self) -> None:
+        """End the server; its scratch folder goes with it, and its log unless a folder was named for it."""
+        self.process.stop()
+        if not self.keeps_log:
+            self.process.log.unlink(missing_ok=True)
+
+
+def serve(
+    command: Sequence[str],
+    *,
+    name: str,
+    environment: Mapping[str, str],
+    port: int,
+    remote: str,
+    scratch: Path,
+    timeout_s: float,
+    log_folder: Path | None = None,
+) -> ConnectServer:
+    """Start a server and return when it listens on `port` of 127.0.0.1.
+
+    Its log goes into `log_folder` and stays; by default into the temporary folder, where it stays if the start fails.
+
+    Raises:
+        EngineUnavailableError: It ended, or did not listen within `timeout_s`.
+    """
+    handle, log = tempfile.mkstemp(prefix="bridge-server-", suffix=".log", dir=log_folder)
+    os.close(handle)
+    process = SparkProcess.start(command, name=name, environment=environment, log=Path(log), scratch=scratch)
+    try:
+        process.wait_for_port("127.0.0.1", port, timeout_s)
+    except BaseException:
+        process.stop()
+        raise
+    return ConnectServer(remote, process, keeps_log=log_folder is not None)
 
 
 def find_java() -> Path:

@@ -1,19 +1,23 @@
-"""Sail: the embedded engine, a Spark Connect server in Rust inside this process (https://docs.lakesail.com)."""
+"""Sail: the embedded engine, a Spark Connect server in Rust that needs no Java (https://docs.lakesail.com)."""
 
 from __future__ import annotations
 
 import atexit
 import hashlib
+import importlib.util
 import os
 import re
+import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlparse
 
 from bridge.errors import EngineUnavailableError, MissingDependencyError, VolumeError
+from bridge.spark.channel import open_session
 from bridge.spark.engines import Pin
+from bridge.spark.engines.process import ConnectServer, free_port, serve
 from bridge.spark.failures import quiet
 from bridge.spark.names import quote, sql_string
 
@@ -27,6 +31,8 @@ DEFAULT_CATALOG = "main"
 # Sail sends at least this many rows in one message; with its default of 8,192 a table of 150 KiB rows makes messages
 # of more than a gigabyte. Collecting is as fast with 1,024.
 _BATCH_ROWS = 1024
+
+_START_TIMEOUT_S = 30.0
 
 _SAFE_PATH = re.compile(r"[A-Za-z0-9_./-]+")
 
@@ -81,7 +87,7 @@ class SailEngine:
 
 
 class EmbeddedSail:
-    """A Sail server in this process, over a warehouse folder that keeps tables from process to process.
+    """A Sail server that ends with this process, over a warehouse folder that keeps tables from process to process.
 
     A table of the warehouse is a folder `<warehouse>/<catalog>/<schema>/<table>`; Sail's catalogs live in memory, for
     one session, so each session that is opened registers what the folder holds.
@@ -90,34 +96,24 @@ class EmbeddedSail:
     def __init__(self, warehouse: Path) -> None:
         self.engine = SailEngine()
         self._warehouse = warehouse
-        self._server: Any = None
+        self._server: ConnectServer | None = None
 
     def open(self) -> SparkSession:
         """Return a new session in which the tables of the warehouse have their names."""
-        from bridge.spark.channel import open_session
-
-        if self._server is None:
+        if self._server is None or not self._server.process.is_running:
             self._server = self._start()
-            atexit.register(self.close)
-        host, port = self._server.listening_address
-        spark = open_session(f"sc://{host}:{port}")
+            # Before the session is made, so that pyspark's own clean-up at exit still finds the server.
+            atexit.register(self._server.stop)
+        spark = open_session(self._server.remote)
         self._register_warehouse(spark)
         return spark
 
-    def close(self) -> None:
-        """End the server; its sessions end with it."""
-        if self._server is not None:
-            self._server.stop()
-            self._server = None
-
-    def _start(self) -> Any:
-        try:
-            from pysail.spark import SparkConnectServer
-        except ImportError as exc:
+    def _start(self) -> ConnectServer:
+        if importlib.util.find_spec("pysail") is None:
             raise MissingDependencyError(
                 "the embedded engine needs pysail, which is not installed.\n"
                 '  pip install "spark-training-bridge[local]", or connect to a server: bridge.connect("sc://host:15002").'
-            ) from exc
+            )
         try:
             self._warehouse.joinpath(DEFAULT_CATALOG, "default").mkdir(parents=True, exist_ok=True)
         except OSError as exc:
@@ -134,16 +130,16 @@ class EmbeddedSail:
             "SAIL_EXECUTION__BATCH_SIZE": str(_BATCH_ROWS),
             "RUST_LOG": "error",
         }
-        # Sail reads its settings from the environment, once; what the user set stands.
-        added = [name for name in settings if name not in os.environ]
-        os.environ.update({name: settings[name] for name in added})
-        try:
-            server = SparkConnectServer()
-            server.start()
-        finally:
-            for name in added:
-                del os.environ[name]
-        return server
+        port = free_port()
+        return serve(
+            [sys.executable, "-m", "pysail", "spark", "server", "--ip", "127.0.0.1", "--port", str(port)],
+            name="the embedded engine (Sail)",
+            environment=settings | os.environ,  # what the user set stands
+            port=port,
+            remote=f"sc://127.0.0.1:{port}",
+            scratch=Path(tempfile.mkdtemp(prefix="bridge-sail-")),
+            timeout_s=_START_TIMEOUT_S,
+        )
 
     def _catalogs(self) -> list[str]:
         return sorted({DEFAULT_CATALOG, *(path.name for path in _folders(self._warehouse))})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 import bridge
 from bridge.cli.app import app
+from bridge.spark import connect
 
 Run = Callable[..., Result]
 
@@ -37,7 +39,8 @@ def warehouse(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Call `bridge` with these arguments. BRIDGE_PROFILE, which the command may set, is put back."""
+    """Call `bridge` with these arguments, as in a process of its own: what a command sets of profiles is put back."""
+    monkeypatch.setattr(connect, "_known", weakref.WeakKeyDictionary())
     monkeypatch.setenv("BRIDGE_PROFILE", "")
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 

@@ -112,6 +112,16 @@ def test_the_epoch_and_the_seed_choose_the_order() -> None:
     assert sorted(second) == sorted(first) == list(range(100))
 
 
+def test_each_finished_epoch_is_followed_by_the_next() -> None:
+    loader = DataLoader(numbered(50, 50), batch_size=100, shuffle=True)
+    orders = [[batch["n"].tolist() for batch in loader] for _ in range(3)]
+
+    assert len({str(order) for order in orders}) == 3
+    loader.set_epoch(1)
+    assert [batch["n"].tolist() for batch in loader] == orders[1]
+    assert [batch["n"].tolist() for batch in loader] == orders[2]
+
+
 def test_a_batch_is_a_dict_of_tensors_and_lists() -> None:
     rows = Rows(pa.table({"n": [1, 2], "text": ["a", None], "raw": [b"x", b"y"], "d": [0.5, None]}))
 

@@ -358,3 +358,47 @@ def test_without_databricks_connect_its_settings_do_not_count_and_its_name_is_an
         ):
             bridge.connect(remote)
     assert told("tell(bridge.connect().range(2).count())", DATABRICKS_HOST="x") == 2
+
+
+def test_ctrl_c_stops_a_collect_and_leaves_the_engine_usable(tmp_path: Path) -> None:
+    told = run(
+        """
+        import os, signal, threading, time
+        import bridge
+
+        spark = bridge.connect("sail")
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            bridge.load_table(spark.range(10**10).filter("id % 2 = 0"), route="collect", max_bytes="100TB")
+        except KeyboardInterrupt:
+            print("interrupted")
+        print(bridge.load_table(spark.range(3)).num_rows)
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            bridge.load_table(spark.range(10**10).filter("id % 2 = 0"), route="export")
+        except KeyboardInterrupt:
+            print("interrupted")
+        print(bridge.load_table(spark.range(3)).num_rows)
+        """,
+        XDG_DATA_HOME=str(tmp_path),
+    )
+
+    assert told.stdout.split() == ["interrupted", "3", "interrupted", "3"]
+    assert not list(tmp_path.rglob("*.parquet"))
+
+
+def test_the_settings_of_a_profile_hold_for_what_is_loaded_through_its_session(tmp_path: Path) -> None:
+    (tmp_path / "small.yaml").write_text("remote: sail\nmax_bytes: 1KiB\nvolume: here\n")
+    told = run(
+        """
+        import bridge
+
+        spark = bridge.connect(profile="small")
+        plan = bridge.plan_table(spark.range(1000))
+        print(plan.max_bytes, plan.volume.endswith("here"), bridge.plan_table(spark.range(3), max_bytes=5).max_bytes)
+        """,
+        XDG_DATA_HOME=str(tmp_path),
+        BRIDGE_CONF=str(tmp_path),
+    )
+
+    assert told.stdout.split() == ["1024", "True", "5"]

@@ -83,3 +83,9 @@ def test_near_names_or_what_there_is() -> None:
     assert near("x", ["planes", "flights", "planes"]) == "There is: flights, planes."
     assert near("x", []) == ""
     assert near("x", [f"name{n:02d}" for n in range(12)]).endswith("name09 and 2 more.")
+
+
+@pytest.mark.parametrize("text", ["select * from t", " WITH a AS (SELECT 1) SELECT * FROM a"])
+def test_a_query_is_told_from_a_name(text: str) -> None:
+    with pytest.raises(SourceError, match=r"the source is a query; give a table's name, or pass the DataFrame"):
+        parse_name(text)

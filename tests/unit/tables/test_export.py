@@ -190,7 +190,7 @@ def test_exports_of_several_tables_need_a_name(tmp_path: Path) -> None:
 
     with pytest.raises(
         ExportNotFoundError,
-        match=r"holds exports of 2 tables: main\.ml\.flights, main\.ml\.planes\.\n  Say which: table=",
+        match=r"holds exports of main\.ml\.flights, main\.ml\.planes\.\n  Say which, in full: table=",
     ):
         bridge.open_export(tmp_path)
     assert bridge.open_export(tmp_path, table="main.ml.flights").path == str(first)
@@ -268,3 +268,16 @@ def test_rows_that_were_written_and_rows_in_the_files_must_agree(tmp_path: Path)
         match=r"^main\.ml\.t: 1,021 rows were written, but the files hold 20\.\n  Another writer may use",
     ):
         _counted(shards, Written(("a", "b"), 1021), "main.ml.t")
+
+
+def test_a_name_may_be_given_by_its_last_parts(tmp_path: Path) -> None:
+    made = of_table(tmp_path, "main.ml.flights", 1)
+    of_table(tmp_path, "main.ml.planes", 2)
+
+    assert (
+        bridge.open_export(tmp_path, table="flights").path
+        == bridge.open_export(tmp_path, table="ml.flights").path
+        == str(made)
+    )
+    with pytest.raises(ExportNotFoundError, match=r"no complete export of ights\.\n  It holds exports of main\.ml"):
+        bridge.open_export(tmp_path, table="ights")
