@@ -135,7 +135,7 @@ def _open(remote: str, key: str, settings: Settings) -> Connection:
                 remote, spark_jars=settings.spark_jars, warehouse=settings.warehouse / "spark_catalog"
             )
             atexit.register(server.stop)
-        return Connection(open_session(server.remote), HistoryEngine("apache"), remote)
+        return Connection(open_session(server.remote), HistoryEngine("apache", is_here=True), remote)
     if remote.startswith("sc://"):
         return _look_at(open_session(remote))
     if remote == "databricks" or remote.startswith("databricks://"):
@@ -153,7 +153,7 @@ def _look_at(spark: SparkSession) -> Connection:
     with translated(f"the session on {host}"):
         # Sail answers with its own version here, and with the Spark version it stands for there.
         is_sail = not spark.sql("SELECT version()").collect()[0][0].startswith(spark.version)
-    return Connection(spark, SailEngine() if is_sail else HistoryEngine("apache"), f"sc://{host}")
+    return Connection(spark, SailEngine(is_here=False) if is_sail else HistoryEngine("apache"), f"sc://{host}")
 
 
 def _active_session() -> Any:

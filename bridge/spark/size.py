@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 COUNT_TIMEOUT_S = 10.0
 _SAMPLE_ROWS = 1000
-# A first, small sample shows whether the rows are too wide for the larger one.
-_FIRST_SAMPLE_ROWS = 10
+# A first, small sample shows whether more is worth reading, and whether the rows are too wide for it.
+_FIRST_SAMPLE_ROWS = 64
 _SAMPLE_BYTES = 32 << 20
 
 
@@ -52,7 +52,7 @@ def measure(source: Source, max_bytes: int) -> Size:
         rows, told = _unfiltered_rows(source)
         if rows is None:
             return _with_limit(Size(None, told), source.limit)
-        width, width_from = _width(source, rows)
+        width, width_from = _width(source, rows, max_bytes)
         size = _with_limit(Size(rows, told, width, width_from), source.limit)
         if source.where is None:
             return size
@@ -98,16 +98,18 @@ def _count(frame: DataFrame, timeout_s: float) -> int | None:
     return None if counted is None else int(counted.column(0)[0].as_py())
 
 
-def _width(source: Source, rows: int) -> tuple[float | None, str]:
-    """Return the mean Arrow bytes of a row."""
+def _width(source: Source, rows: int, max_bytes: int) -> tuple[float | None, str]:
+    """Return the mean Arrow bytes of a row, more exactly where the decision is close."""
     fixed = [_fixed_bytes(field.type) for field in source.schema]
     if all(width is not None for width in fixed):
         return float(sum(width or 0 for width in fixed)), "the width of its types"
     if rows == 0:
         return 0.0, "no rows"
     sample = run_within(source.unfiltered.limit(_FIRST_SAMPLE_ROWS), COUNT_TIMEOUT_S)
-    if sample is not None and sample.num_rows and sample.nbytes / sample.num_rows * _SAMPLE_ROWS < _SAMPLE_BYTES:
-        sample = run_within(source.unfiltered.limit(_SAMPLE_ROWS), COUNT_TIMEOUT_S) or sample
+    if sample is not None and sample.num_rows:
+        width = sample.nbytes / sample.num_rows
+        if max_bytes / 4 < rows * width < max_bytes * 4 and width * _SAMPLE_ROWS < _SAMPLE_BYTES:
+            sample = run_within(source.unfiltered.limit(_SAMPLE_ROWS), COUNT_TIMEOUT_S) or sample
     if sample is None or sample.num_rows == 0:
         return None, f"a sample could not be read within {COUNT_TIMEOUT_S:.0f} s"
     return sample.nbytes / sample.num_rows, f"a sample of {sample.num_rows:,} rows"

@@ -100,9 +100,8 @@ def resolve(
     found = _find(source, spark, engine, *asked, volume_root)
     try:
         chosen = _choose_columns(found.frame.columns, columns, found.name)
-        unfiltered = found.frame.select(*[quote(name) for name in chosen])
-        frame = found.frame if where is None else _filtered(found.frame, where, found.name)
-        frame = frame.select(*[quote(name) for name in chosen])
+        unfiltered = _select(found.frame, chosen)
+        frame = unfiltered if where is None else _select(_filtered(found.frame, where, found.name), chosen)
         frame = frame if limit is None else frame.limit(limit)
         text, repeatable = _where_text(where)
         resolved = Source(
@@ -345,6 +344,11 @@ def _choose_columns(have: list[str], asked: Sequence[str] | None, name: str) -> 
             raise SourceError(f"columns names {column!r} twice.")
         chosen.append(spelled[column.lower()])
     return tuple(chosen)
+
+
+def _select(frame: DataFrame, columns: tuple[str, ...]) -> DataFrame:
+    # Each projection is one more plan that the server analyses.
+    return frame if tuple(frame.columns) == columns else frame.select(*[quote(name) for name in columns])
 
 
 def _filtered(frame: DataFrame, where: str | Column, name: str) -> DataFrame:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.spark.engines import Pin
+from bridge.spark.engines.log import ASKED, NEWEST, pin_from_log
 from bridge.spark.failures import quiet, reason
 from bridge.spark.names import sql_string
 
@@ -17,36 +18,36 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class HistoryEngine:
-    """A server with DESCRIBE HISTORY; `name` is "apache" or "databricks"."""
+    """A server with DESCRIBE HISTORY; `name` is "apache" or "databricks".
+
+    `is_here` tells whether it is on this machine, so that a path means the same to both.
+    """
 
     name: str
+    is_here: bool = False
     spark_writes: bool = True
 
     def pin(
         self, spark: SparkSession, relation: str, location: str | None, version: int | None, timestamp: str | None
     ) -> Pin:
-        """Ask the table's history; None where the asker may not read it (row filters, column masks)."""
+        """Look at the log where it is at hand, else ask the table's history, which not everybody may read."""
         from pyspark.errors import PySparkException
 
-        statement = f"DESCRIBE HISTORY {relation}"
+        pin = pin_from_log(location, version) if self.is_here and timestamp is None else None
+        if pin is not None:
+            return pin
+        history = f"DESCRIBE HISTORY {relation}"
         try:
             with quiet():
                 if version is not None:
-                    rows, told = (
-                        spark.sql(statement).filter(f"version = {version}").collect(),
-                        "the version that was asked for",
-                    )
+                    told, found = ASKED, spark.sql(history).filter(f"version = {version}")
                 elif timestamp is not None:
-                    earlier = spark.sql(statement).filter(f"timestamp <= timestamp{sql_string(timestamp)}")
-                    rows, told = (
-                        earlier.orderBy("version", ascending=False).limit(1).collect(),
-                        f"the version of {timestamp}",
-                    )
+                    told = f"the version of {timestamp}"
+                    earlier = spark.sql(history).filter(f"timestamp <= timestamp{sql_string(timestamp)}")
+                    found = earlier.orderBy("version", ascending=False).limit(1)
                 else:
-                    rows, told = (
-                        spark.sql(f"{statement} LIMIT 1").collect(),
-                        "the newest version when the plan was made",
-                    )
+                    told, found = NEWEST, spark.sql(f"{history} LIMIT 1")
+                rows = found.collect()
         except PySparkException as exc:
             return Pin(version, None, f"the table's history cannot be read: {reason(exc)}")
         if not rows:

@@ -10,13 +10,14 @@ import re
 import sys
 import tempfile
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlparse
+from typing import TYPE_CHECKING, Any
 
 from bridge.errors import EngineUnavailableError, MissingDependencyError, VolumeError
 from bridge.spark.channel import open_session
 from bridge.spark.engines import Pin
+from bridge.spark.engines.log import ASKED, pin_from_log
 from bridge.spark.engines.process import ConnectServer, free_port, serve
 from bridge.spark.failures import quiet
 from bridge.spark.names import quote, sql_string
@@ -37,31 +38,28 @@ _START_TIMEOUT_S = 30.0
 _SAFE_PATH = re.compile(r"[A-Za-z0-9_./-]+")
 
 
+@dataclass(frozen=True)
 class SailEngine:
-    """What Sail does differently: it writes no Parquet where rename is refused, and has no DESCRIBE HISTORY."""
+    """What Sail does differently: it writes no Parquet where rename is refused, and has no DESCRIBE HISTORY.
 
-    name = "sail"
-    spark_writes = False
+    `is_here` tells whether it is on this machine, so that a path means the same to both.
+    """
+
+    is_here: bool
+    name: str = "sail"
+    spark_writes: bool = False
 
     def pin(
         self, spark: SparkSession, relation: str, location: str | None, version: int | None, timestamp: str | None
     ) -> Pin:
-        """Read the newest version from the Delta log itself, which must be on a local disk."""
+        """Read the version from the Delta log itself, which must be on this machine."""
         if timestamp is not None:
             return Pin(None, None, "Sail resolves a timestamp without telling the version")
-        folder = _local_path(location) if location else None
-        log = folder / "_delta_log" if folder else None
-        if log is None or not log.is_dir():
-            if version is not None:
-                return Pin(version, None, "the version that was asked for")
-            return Pin(None, None, "the Delta log is not on a local disk and Sail has no DESCRIBE HISTORY")
-        versions = {int(name[:20]) for name in os.listdir(log) if re.match(r"\d{20}\.(json|checkpoint)", name)}
-        newest = max(versions, default=None)
-        if newest is None:
-            return Pin(None, None, "the Delta log holds no commit")
-        chosen = newest if version is None else version
-        told = "the newest version when the plan was made" if version is None else "the version that was asked for"
-        return Pin(chosen, _commit_fingerprint(log, chosen), told)
+        pin = pin_from_log(location, version) if self.is_here else None
+        if pin is None:
+            told = ASKED if version is not None else "the Delta log is not here, and Sail has no DESCRIBE HISTORY"
+            return Pin(version, None, told)
+        return pin
 
     def exact_rows(self, explained: str) -> int | None:
         """Trust `Rows=Exact(n)` of the topmost node only; nodes below it stand before filters and joins."""
@@ -94,7 +92,7 @@ class EmbeddedSail:
     """
 
     def __init__(self, warehouse: Path) -> None:
-        self.engine = SailEngine()
+        self.engine = SailEngine(is_here=True)
         self._warehouse = warehouse
         self._server: ConnectServer | None = None
 
@@ -105,6 +103,10 @@ class EmbeddedSail:
             # Before the session is made, so that pyspark's own clean-up at exit still finds the server.
             atexit.register(self._server.stop)
         spark = open_session(self._server.remote)
+        # Nothing is between us and the server that could break, and a message for each batch, to release it, costs a
+        # fifth of a collect.
+        client: Any = spark.client
+        client.disable_reattachable_execute()
         self._register_warehouse(spark)
         return spark
 
@@ -184,18 +186,3 @@ def _folders(path: Path) -> Iterator[Path]:
 def _decoded(folder_name: str) -> str:
     """Undo how Sail names the folder of a table: `a b` becomes `au+0020b`, and a smiley U+0001F600."""
     return re.sub(r"u\+([0-9A-F]{4})|U\+([0-9A-F]{8})", lambda match: chr(int(match[1] or match[2], 16)), folder_name)
-
-
-def _local_path(location: str) -> Path | None:
-    parsed = urlparse(location)
-    if parsed.scheme == "":
-        return Path(location)
-    return Path(unquote(parsed.path)) if parsed.scheme == "file" else None
-
-
-def _commit_fingerprint(log: Path, version: int) -> str | None:
-    """Digest the commit file, whose bytes hold times and random file names; None where only a checkpoint is left."""
-    try:
-        return hashlib.blake2b((log / f"{version:020d}.json").read_bytes(), digest_size=16).hexdigest()
-    except OSError:
-        return None
