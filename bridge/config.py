@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, ValidationInfo, field_validator
 
 from bridge.display import did_you_mean, parse_bytes
 from bridge.errors import ConfigError
@@ -58,12 +57,10 @@ def _xdg_folder(variable: str, fallback: str) -> Path:
     return (Path(value) if os.path.isabs(value) else Path.home() / fallback) / "bridge"
 
 
-class Settings(BaseSettings):
+class Settings(BaseModel):
     """What is in force. Made by `load_settings`; a bare `Settings()` holds the defaults."""
 
-    model_config = SettingsConfigDict(
-        frozen=True, extra="forbid", env_prefix=_PREFIX, env_ignore_empty=True, hide_input_in_errors=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     remote: str | None = Field(None, description="The engine; see conf/. None: found as `connect` describes.")
     warehouse: Path = Field(
@@ -96,18 +93,6 @@ class Settings(BaseSettings):
     def origins(self) -> dict[str, str]:
         """Where each value came from: "keyword", a variable such as "BRIDGE_VOLUME", a profile's path or "default"."""
         return {name: self._origins.get(name, "default") for name in type(self).model_fields}
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        # load_settings merges the sources itself, since it has to say where each value came from
-        return (init_settings,)
 
     @field_validator("remote", mode="before")
     @classmethod
@@ -180,7 +165,7 @@ def load_settings(*, profile: str | None = None, **keywords: object) -> Settings
         ConfigError: There is no such profile, a name is no setting, or a value is not what the setting takes.
     """
     _refuse_unknown_variables()
-    environment = EnvSettingsSource(Settings)()
+    environment = {name: os.environ.get(_variable(name)) for name in Settings.model_fields}
     profile = profile or os.environ.get("BRIDGE_PROFILE")
     path = _find_profile(profile) if profile else None
 

@@ -31,14 +31,14 @@ def open_session(remote: str, *, timeout_s: float = 30.0) -> SparkSession:
         EngineUnavailableError: Nothing listens there, or what listens does not answer within `timeout_s`.
         MissingDependencyError: pyspark is not installed.
     """
-    try:
-        from pyspark.sql.connect.client import DefaultChannelBuilder
-        from pyspark.sql.connect.session import SparkSession as ConnectSession
-    except ImportError as exc:
+    if not import_client():
         raise MissingDependencyError(
             "a Spark Connect session needs pyspark with its Connect client.\n"
             '  pip install "spark-training-bridge[local]" (no Java) or "spark-training-bridge[spark]".'
-        ) from exc
+        )
+    from pyspark.sql.connect.client import DefaultChannelBuilder
+    from pyspark.sql.connect.session import SparkSession as ConnectSession
+
     _knock(remote, timeout_s)
     # pyspark.sql.functions chooses between its two implementations by this variable, which pyspark's own builder sets
     # too; that builder takes no channel options.
@@ -50,6 +50,15 @@ def open_session(remote: str, *, timeout_s: float = 30.0) -> SparkSession:
     spark = cast("SparkSession", ConnectSession.builder.channelBuilder(builder).create())
     _greet(spark, remote, timeout_s)
     return spark
+
+
+def import_client() -> bool:
+    """Import pyspark's Connect client; return whether it is installed."""
+    try:
+        import pyspark.sql.connect.session  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def is_refused(spark: SparkSession) -> bool:

@@ -9,13 +9,14 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import EngineUnavailableError, MissingDependencyError, VolumeError
-from bridge.spark.channel import open_session
+from bridge.spark.channel import import_client, open_session
 from bridge.spark.engines import Pin
 from bridge.spark.engines.log import ASKED, pin_from_log
 from bridge.spark.engines.process import ConnectServer, free_port, serve
@@ -34,6 +35,10 @@ DEFAULT_CATALOG = "main"
 _BATCH_ROWS = 1024
 
 _START_TIMEOUT_S = 30.0
+
+# A catalog of Sail starts with one schema, which has no location: tables saved in it would go into the working
+# directory. So it is one that nobody uses, and `default` is registered like the others.
+_START_SCHEMA = "bridge_start"
 
 _SAFE_PATH = re.compile(r"[A-Za-z0-9_./-]+")
 
@@ -124,7 +129,7 @@ class EmbeddedSail:
                 "  Set BRIDGE_WAREHOUSE to a folder you may write."
             ) from exc
         catalogs = ", ".join(
-            f'{{name="{name}", type="memory", initial_database=["default"]}}' for name in self._catalogs()
+            f'{{name="{name}", type="memory", initial_database=["{_START_SCHEMA}"]}}' for name in self._catalogs()
         )
         settings = {
             "SAIL_CATALOG__LIST": f"[{catalogs}]",
@@ -133,6 +138,8 @@ class EmbeddedSail:
             "RUST_LOG": "error",
         }
         port = free_port()
+        # The client takes longer to import than the server to start.
+        threading.Thread(target=import_client, name="bridge-import", daemon=True).start()
         return serve(
             [sys.executable, "-m", "pysail", "spark", "server", "--ip", "127.0.0.1", "--port", str(port)],
             name="the embedded engine (Sail)",
@@ -148,21 +155,16 @@ class EmbeddedSail:
 
     def _register_warehouse(self, spark: SparkSession) -> None:
         for catalog in _folders(self._warehouse):
-            for schema in _folders(catalog):
+            schemas = list(_folders(catalog))
+            for schema in schemas:
                 self._register_schema(spark, catalog.name, schema)
+            if schemas:
+                spark.sql(f"DROP DATABASE {quote(catalog.name)}.{_START_SCHEMA}")
 
     def _register_schema(self, spark: SparkSession, catalog: str, folder: Path) -> None:
         schema = _decoded(folder.name)
         location = sql_string(self.engine.spark_path(folder))
-        if schema == "default":
-            # The one that Sail makes at start has no location, so that tables saved in it would be written into the
-            # working directory. It can only be dropped while another is there.
-            spark.sql(f"CREATE DATABASE IF NOT EXISTS {quote(catalog)}.bridge_start")
-            spark.sql(f"DROP DATABASE {quote(catalog)}.default")
-            spark.sql(f"CREATE DATABASE {quote(catalog)}.default LOCATION {location}")
-            spark.sql(f"DROP DATABASE {quote(catalog)}.bridge_start")
-        else:
-            spark.sql(f"CREATE DATABASE IF NOT EXISTS {quote(catalog)}.{quote(schema)} LOCATION {location}")
+        spark.sql(f"CREATE DATABASE IF NOT EXISTS {quote(catalog)}.{quote(schema)} LOCATION {location}")
         for table in _folders(folder):
             name = f"{quote(catalog)}.{quote(schema)}.{quote(_decoded(table.name))}"
             provider = "DELTA" if (table / "_delta_log").is_dir() else "PARQUET"
