@@ -143,7 +143,7 @@ def _stop(
 
     A server that answers later gets the interrupt then. The thread may wait for room in `arrived`.
     """
-    interrupter = threading.Thread(target=interrupt, args=(spark, tag), name="bridge-interrupt", daemon=True)
+    interrupter = threading.Thread(target=_interrupt, args=(spark, tag), name="bridge-interrupt", daemon=True)
     interrupter.start()
     deadline = time.monotonic() + wait_s
     while (interrupter.is_alive() or runner.is_alive()) and time.monotonic() < deadline:
@@ -153,8 +153,7 @@ def _stop(
                 arrived.get_nowait()
 
 
-def interrupt(spark: SparkSession, tag: str) -> None:
-    """End what runs under `tag` on the server, if anything does."""
+def _interrupt(spark: SparkSession, tag: str) -> None:
     # the operation may have ended by itself, or the server be gone: either way it does not run
     with suppress(Exception), quiet():
         spark.interruptTag(tag)

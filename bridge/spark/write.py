@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import uuid
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,12 +14,12 @@ import pyarrow.parquet as pq
 
 from bridge.errors import ExportError
 from bridge.spark.failures import translated
-from bridge.spark.read import interrupt, stream_batches
+from bridge.spark.read import stream_batches
 from bridge.spark.source import Source
 from bridge.volumes.path import Place
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame
 
 COMPRESSION = "zstd"
 
@@ -55,9 +54,7 @@ def _spark_shards(frame: DataFrame, place: Place, name: str, rows_per_file: int,
     from pyspark.sql.connect import functions as F
 
     observation = Observation()
-    spark, tag = frame.sparkSession, f"bridge-{uuid.uuid4().hex}"
-    spark.addTag(tag)
-    with translated(name), _interrupted(spark, tag):
+    with translated(name):
         observed = frame.observe(observation, F.count(F.lit(1)).alias("num_rows"))
         (
             observed.write.option("compression", COMPRESSION)
@@ -75,18 +72,6 @@ def _spark_shards(frame: DataFrame, place: Place, name: str, rows_per_file: int,
             "  Use a volume that both the cluster and this process have."
         )
     return Written(tuple(sorted((path.name for path in folder.glob("*.parquet")), key=_natural)), num_rows)
-
-
-@contextmanager
-def _interrupted(spark: SparkSession, tag: str) -> Iterator[None]:
-    """End the operation of this thread on the server when Ctrl-C ends it here."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        interrupt(spark, tag)
-        raise
-    finally:
-        spark.removeTag(tag)
 
 
 def _natural(name: str) -> tuple[int, ...]:
