@@ -38,6 +38,7 @@ _REMOTE = re.compile(
     r"|sc://[^\s/;]\S*"
 )
 _SECRET_PARAMETER = re.compile(r"(?i)([\w.-]*(?:token|password|passwd|pwd|secret|key|credential|auth)[\w.-]*)=[^;]*")
+_BARE_PARAMETER = re.compile(r";[^=;]+(?=;|$)")
 _USER_INFO = re.compile(r"^(\w+://)?[^;]*@")
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -70,7 +71,7 @@ class Settings(BaseModel):
     volume_root: Path | None = Field(
         None,
         description="What stands for /Volumes where nothing is mounted there. None: `volumes` in the data folder with "
-        "the embedded engine, else nothing does.",
+        "engines on this machine, else nothing does.",
     )
     spark_jars: str | None = Field(
         None, description="Jars for a local Apache Spark: a folder of them, or a comma-separated list."
@@ -208,7 +209,8 @@ def profiles() -> dict[str, Path]:
 
 def redact(value: str) -> str:
     """Return `value`, such as a `remote`, with *** for what may be secret: tokens, keys, passwords, user names."""
-    return _SECRET_PARAMETER.sub(r"\1=***", _USER_INFO.sub(r"\1***@", value))
+    hidden = _SECRET_PARAMETER.sub(r"\1=***", _USER_INFO.sub(r"\1***@", value))
+    return _BARE_PARAMETER.sub(";***", hidden)  # the rest of a token that holds a semicolon
 
 
 def _variable(name: str) -> str:
@@ -301,7 +303,18 @@ def available_memory() -> int:
     """Return the bytes of memory that this process may still take: the machine's, or less in a container."""
     available = _meminfo_available() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     limit, used = (_read_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    return available if limit is None or used is None else max(0, min(available, limit - used))
+    if limit is None or used is None:
+        return available
+    return max(0, min(available, limit - used + _reclaimable()))
+
+
+def _reclaimable() -> int:
+    """Return what a container's memory holds of files that the kernel drops when the room is needed."""
+    try:
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
 
 
 def _meminfo_available() -> int | None:

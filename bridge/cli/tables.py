@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,12 +133,15 @@ def _names(columns: str | None) -> list[str] | None:
 def _write(table: Table, path: Path) -> None:
     if path.suffix.lower() == ".csv":
         _refuse_for_csv(table.schema)
+    # Beside it and then in its place, so that a write that fails leaves what was there.
+    part = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
-        with _open_writer(path, table.schema) as writer:
+        with _open_writer(part, table.schema) as writer:
             for batch in table.to_batches():
                 writer.write_batch(batch)
+        os.replace(part, path)
     except BaseException as exc:
-        path.unlink(missing_ok=True)
+        part.unlink(missing_ok=True)
         if isinstance(exc, OSError) and not isinstance(exc, bridge.BridgeError):
             raise VolumeError(f"{path} could not be written: {exc.strerror or exc}.") from exc
         raise

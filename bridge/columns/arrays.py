@@ -37,7 +37,7 @@ def column_to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray[Any, Any]:
         return np.full(len(column), None, dtype=object)
     if pa.types.is_decimal(arrow) or pa.types.is_nested(arrow):
         try:
-            return np.asarray(column.to_pandas(maps_as_pydicts="strict"), dtype=object)
+            return np.asarray(column.to_pandas(maps_as_pydicts="strict", integer_object_nulls=True), dtype=object)
         except pa.ArrowException as exc:
             raise LossyConversionError(
                 f"column {name!r} ({arrow}) cannot be held as objects of Python: {exc}\n"
@@ -74,7 +74,14 @@ def to_matrix(
     target = _matrix_type(columns, dtype)
     matrix = np.empty((table.num_rows, len(columns)), dtype=target)
     for index, (name, column) in enumerate(columns.items()):
-        matrix[:, index] = column_to_numpy(_as_type(column, target, name), name)
+        values = column_to_numpy(_as_type(column, target, name), name)
+        with np.errstate(over="ignore"):
+            matrix[:, index] = values
+        if pa.types.is_floating(column.type) and (np.isinf(matrix[:, index]) & ~np.isinf(values)).any():
+            raise LossyConversionError(
+                f"feature {name!r} ({column.type}) holds values that {target} cannot: they would become infinite.\n"
+                '  Give a wider type: dtype="float64".'
+            )
     return matrix, None if label is None else column_to_numpy(pick_column(table, label), label)
 
 

@@ -28,6 +28,7 @@ def to_pandas(table: pa.Table, dtype_backend: DtypeBackend = "numpy_nullable") -
         options: dict[str, Any] = {"types_mapper": pd.ArrowDtype}
     elif dtype_backend == "numpy_nullable":
         options = {"types_mapper": _mapper(), "date_as_object": False, "maps_as_pydicts": "strict"}
+        options["integer_object_nulls"] = True  # else a NULL turns the integers inside lists and structs to floats
     else:
         raise ValueError(f'dtype_backend is {dtype_backend!r}; give "numpy_nullable" or "pyarrow".')
     try:

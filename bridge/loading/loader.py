@@ -70,7 +70,14 @@ class DataLoader:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self._epoch
+        epoch, steps = self._epoch, len(self)
+        for step, batch in enumerate(self._batches(epoch), 1):
+            # Before the last batch is handed over: a loop that counts its steps does not ask for one more.
+            if step == steps and self._epoch == epoch:
+                self._epoch += 1
+            yield batch
+
+    def _batches(self, epoch: int) -> Iterator[Any]:
         planned = windows(
             self._row_groups.row_counts,
             shuffle=self._shuffle,
@@ -87,8 +94,6 @@ class DataLoader:
             rest = table.slice(whole) if whole < table.num_rows else None
         if rest is not None and not self._drop_last:
             yield self._batch(rest)
-        if self._epoch == epoch:
-            self._epoch += 1
 
     def _read(self, window: Window) -> pa.Table:
         tables = [self._row_groups.read(index) for index in window.groups]
@@ -101,9 +106,13 @@ class DataLoader:
 
     def _batch(self, rows: pa.Table) -> Any:
         if self._features is None:
-            return to_torch(rows)
+            return {name: self._own(values) for name, values in to_torch(rows).items()}
         matrix, target = to_torch_matrix(rows, self._features, self._label, self._dtype)
-        return matrix if self._label is None else (matrix, target)
+        return matrix if self._label is None else (matrix, self._own(target))
+
+    def _own(self, values: Any) -> Any:
+        """Return what a training step may write into: rows that were not moved may be the table's own memory."""
+        return values if self._shuffle or isinstance(values, list) else values.clone()
 
 
 def _decoded_ahead(read: Any, planned: Iterator[Window]) -> Iterator[pa.Table]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from urllib.parse import urlparse
 
 from bridge.config import redact
-from bridge.errors import EngineUnavailableError, MissingDependencyError
+from bridge.errors import ConfigError, EngineUnavailableError, MissingDependencyError
 from bridge.spark.failures import quiet, reason
 
 if TYPE_CHECKING:
@@ -36,17 +36,24 @@ def open_session(remote: str, *, timeout_s: float = 30.0) -> SparkSession:
             "a Spark Connect session needs pyspark with its Connect client.\n"
             '  pip install "spark-training-bridge[local]" (no Java) or "spark-training-bridge[spark]".'
         )
+    from pyspark.errors import PySparkException
     from pyspark.sql.connect.client import DefaultChannelBuilder
     from pyspark.sql.connect.session import SparkSession as ConnectSession
 
+    options = [("grpc.max_receive_message_length", _NO_LIMIT)]
+    if _is_loopback(_host(remote)):
+        options.append(("grpc.enable_http_proxy", 0))  # gRPC asks the proxy of the environment even for localhost
+    try:
+        builder = DefaultChannelBuilder(remote, options)
+    except (ValueError, PySparkException):  # whose text may hold the token
+        raise ConfigError(
+            f"{redact(remote)} is no address of a Spark Connect server.\n"
+            "  Give sc://host:port, or sc://host:port/;token=...;use_ssl=true."
+        ) from None
     _knock(remote, timeout_s)
     # pyspark.sql.functions chooses between its two implementations by this variable, which pyspark's own builder sets
     # too; that builder takes no channel options.
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
-    options = [("grpc.max_receive_message_length", _NO_LIMIT)]
-    if _is_loopback(_host(remote)):
-        options.append(("grpc.enable_http_proxy", 0))  # gRPC asks the proxy of the environment even for localhost
-    builder = DefaultChannelBuilder(remote, options)
     spark = cast("SparkSession", ConnectSession.builder.channelBuilder(builder).create())
     _greet(spark, remote, timeout_s)
     return spark

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.config import Settings, load_settings, redact
 from bridge.errors import ConfigError, EngineUnavailableError, MissingDependencyError
-from bridge.spark.channel import open_session
+from bridge.spark.channel import is_refused, open_session
 from bridge.spark.engines import Engine
 from bridge.spark.engines.history import HistoryEngine
 from bridge.spark.engines.sail import EmbeddedSail, SailEngine
@@ -46,6 +46,12 @@ class Connection:
     address: str
     is_embedded: bool = False
     profile: str | None = None
+
+    @property
+    def time_zone(self) -> str | None:
+        """The session's time zone, in which the server reads the hours of a timestamp."""
+        with translated(f"the session on {self.address}"):
+            return self.spark.conf.get("spark.sql.session.timeZone")
 
     @cached_property
     def user(self) -> str:
@@ -104,6 +110,11 @@ def attach(spark: SparkSession | None, settings: Settings) -> Connection:
         return _resolve(settings, settings.remote if named else None)
     if not hasattr(spark, "client") or not hasattr(spark, "session_id"):
         raise _classic_session()
+    if is_refused(spark):
+        raise EngineUnavailableError(
+            "the server of this session is gone: nothing listens any more where it was.\n"
+            "  Connect again: bridge.connect(). What was only in the session, such as temporary views, is lost."
+        )
     if spark not in _known:
         _known[spark] = _look_at(spark)
     return _known[spark]
@@ -112,14 +123,26 @@ def attach(spark: SparkSession | None, settings: Settings) -> Connection:
 def _resolve(settings: Settings, named: str | None) -> Connection:
     if named is None:
         active = _active_session()
-        if active is not None:
+        if active is not None and not (_is_ours(active) and _is_gone(active)):
             return attach(active, settings)
     remote = named or os.environ.get("SPARK_REMOTE") or _databricks_settings() or settings.remote or "sail"
     key = f"{remote} {settings.warehouse} {settings.spark_jars}"
     opened = _opened.get(key)
-    if opened is None or getattr(opened.spark, "is_stopped", False):
+    if opened is None or _is_gone(opened.spark):
         opened = _opened[key] = _open(remote, key, settings)
     return _known.setdefault(opened.spark, opened)
+
+
+def _is_ours(spark: SparkSession) -> bool:
+    return any(connection.spark is spark for connection in _opened.values())
+
+
+def _is_gone(spark: SparkSession) -> bool:
+    """Return whether a session we opened was stopped, or its server has died; then it counts as stopped from now on."""
+    client: Any = spark.client
+    if not client.is_closed and is_refused(spark):
+        client.close()
+    return bool(client.is_closed)
 
 
 def _open(remote: str, key: str, settings: Settings) -> Connection:
@@ -130,7 +153,7 @@ def _open(remote: str, key: str, settings: Settings) -> Connection:
         from bridge.spark.engines.apache import start_server
 
         server = _servers.get(key)
-        if server is None:
+        if server is None or not server.process.is_running:
             server = _servers[key] = start_server(
                 remote, spark_jars=settings.spark_jars, warehouse=settings.warehouse / "spark_catalog"
             )

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 COUNT_TIMEOUT_S = 10.0
+_FIXED = "the width of its types"
 _SAMPLE_ROWS = 1000
 # A first, small sample shows whether more is worth reading, and whether the rows are too wide for it.
 _FIRST_SAMPLE_ROWS = 64
@@ -37,6 +38,11 @@ class Size:
     row_bytes: float | None = None
     width_from: str = "not measured"
     is_bound: bool = False
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing of it is a guess."""
+        return not self.is_bound and self.width_from == _FIXED
 
     @property
     def num_bytes(self) -> int | None:
@@ -102,13 +108,13 @@ def _width(source: Source, rows: int, max_bytes: int) -> tuple[float | None, str
     """Return the mean Arrow bytes of a row, more exactly where the decision is close."""
     fixed = [_fixed_bytes(field.type) for field in source.schema]
     if all(width is not None for width in fixed):
-        return float(sum(width or 0 for width in fixed)), "the width of its types"
+        return float(sum(width or 0 for width in fixed)), _FIXED
     if rows == 0:
         return 0.0, "no rows"
     sample = run_within(source.unfiltered.limit(_FIRST_SAMPLE_ROWS), COUNT_TIMEOUT_S)
     if sample is not None and sample.num_rows:
         width = sample.nbytes / sample.num_rows
-        if max_bytes / 4 < rows * width < max_bytes * 4 and width * _SAMPLE_ROWS < _SAMPLE_BYTES:
+        if rows * width > max_bytes / 4 and width * _SAMPLE_ROWS < _SAMPLE_BYTES:
             sample = run_within(source.unfiltered.limit(_SAMPLE_ROWS), COUNT_TIMEOUT_S) or sample
     if sample is None or sample.num_rows == 0:
         return None, f"a sample could not be read within {COUNT_TIMEOUT_S:.0f} s"

@@ -27,11 +27,21 @@ if TYPE_CHECKING:
 
 _DROP_TIMEOUT_S = 10.0
 
-# A filter with one of these gives other rows each time, so that what it read cannot be told by its text.
-_UNSTABLE = re.compile(
-    r"\b(rand|randn|random|uuid|shuffle|monotonically_increasing_id|now|current_\w+|localtimestamp|session_user|user)\b",
-    re.IGNORECASE,
+# What a filter may call and still give the same rows of the same version each time. All else may read other tables, the
+# clock, the user or chance, or be somebody's own function.
+_PURE = frozenset(
+    """
+    abs and any array_contains array_size array cast ceil ceiling coalesce concat contains date date_add date_sub day
+    dayofweek dayofyear datediff decimal element_at endswith exp floor greatest hour if ifnull in instr isnan isnotnull
+    isnull least left length like lower ltrim map_keys map_values minute mod month named_struct not nullif nvl or pmod
+    pow power quarter regexp_like replace right rlike round rtrim second sign size split sqrt startswith struct
+    substr substring timestamp to_date to_timestamp trim try_cast upper varchar weekofyear when year
+    """.split()  # noqa: SIM905 - a list of a hundred strings is no easier to read
 )
+_CALL = re.compile(r"\b([a-z_]\w*)\s*\(", re.IGNORECASE)
+# Some are called without parentheses.
+_UNSTABLE = re.compile(r"\b(select|current_\w+|localtimestamp|session_user|user)\b", re.IGNORECASE)
+_LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 
 
 @dataclass(frozen=True)
@@ -378,5 +388,7 @@ def _where_text(where: str | Column | None) -> tuple[str | None, bool]:
     if where is None:
         return None, True
     if isinstance(where, str):
-        return " ".join(where.split()), not _UNSTABLE.search(where)
+        code = _LITERAL.sub("''", where)
+        is_pure = not _UNSTABLE.search(code) and {name.lower() for name in _CALL.findall(code)} <= _PURE
+        return where.strip(), is_pure
     return str(where), False

@@ -79,9 +79,10 @@ def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = Non
     body = read_marker(folder)
     if body is not None:
         found = Manifest.from_json(body, folder)
-        if (table is not None and found.table != table) or (version is not None and found.version != version):
-            asked = _named(table or found.table, version)
-            raise ExportNotFoundError(f"{folder} holds {_named(found.table, found.version)}, not {asked}.")
+        is_other = table is not None and not _is_named(found.table, table)
+        if is_other or (version is not None and found.version != version):
+            wanted = _named(table or found.table, version)
+            raise ExportNotFoundError(f"{folder} holds {_named(found.table, found.version)}, not {wanted}.")
         return Table.exported(folder, found, client_max_bytes=settings.client_max_bytes)
     newest: dict[str, tuple[Path, Manifest]] = {}
     for parent in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ():
@@ -94,13 +95,18 @@ def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = Non
         raise ExportNotFoundError(
             f"{folder} holds no complete export{asked}.\n  Make one: bridge.export_table(table, {str(folder)!r})."
         )
-    named = [name for name in newest if table is None or f".{name}".endswith(f".{table}")]
+    named = [name for name in newest if table is None or _is_named(name, table)]
     if not named:
         hint = did_you_mean(table or "", newest) or f"\n  It holds exports of {', '.join(newest)}."
         raise ExportNotFoundError(f"{folder} holds no complete export of {table}{asked}.{hint}")
     if len(named) > 1:
         raise ExportNotFoundError(f"{folder} holds exports of {', '.join(named)}.\n  Say which, in full: table=.")
     return Table.exported(*newest[named[0]], client_max_bytes=settings.client_max_bytes)
+
+
+def _is_named(name: str, asked: str) -> bool:
+    """Return whether `asked` is `name`, or its last parts."""
+    return f".{name}".endswith(f".{asked}")
 
 
 def _named(table: str, version: int | None) -> str:

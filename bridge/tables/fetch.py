@@ -27,7 +27,7 @@ def fetch(prepared: Prepared) -> Table:
     if prepared.plan.route == "export":
         return _export(prepared)
     estimate = prepared.size.num_bytes
-    if not prepared.size.is_bound and estimate is not None and estimate > prepared.plan.max_bytes:
+    if prepared.size.is_exact and estimate is not None and estimate > prepared.plan.max_bytes:
         raise _too_large(prepared, f"would take about {format_bytes(estimate)}")
     try:
         return _collect(prepared)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.columns.contract import type_contract
 from bridge.config import Settings, collect_ceiling, data_folder, load_settings
-from bridge.errors import SourceError
+from bridge.errors import SourceError, VolumeError
 from bridge.manifest import Manifest
 from bridge.spark.connect import Connection, attach
 from bridge.spark.size import Size, measure
@@ -117,7 +117,13 @@ def prepare(
 def _volume(settings: Settings, connection: Connection) -> Place | None:
     """Return where exports go: the argument, BRIDGE_VOLUME, the profile's volume, the embedded engine's data folder."""
     if settings.volume is not None:
-        return locate(settings.volume, settings.volume_root)
+        place = locate(settings.volume, settings.volume_root)
+        if settings.volume_root is None and place.is_stand_in and not connection.engine.is_here:
+            raise VolumeError(
+                f"{place.name} is not mounted here, and the server at {connection.address} is elsewhere.\n"
+                "  Set BRIDGE_VOLUME_ROOT to the folder where this machine and the server see their volumes."
+            )
+        return place
     return locate(data_folder() / "exports") if connection.is_embedded else None
 
 

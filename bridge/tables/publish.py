@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from bridge.display import parse_bytes
-from bridge.errors import ExportError, VolumeError
+from bridge.errors import ConfigError, ExportError, VolumeError
 from bridge.manifest import FORMAT_VERSION, Manifest, Shard, describe_shards, encode_schema
 from bridge.spark.connect import Connection
 from bridge.spark.size import assumed_width
@@ -33,7 +33,11 @@ def shape(shard_bytes: int | str, row_group_bytes: int | str) -> tuple[int, int]
     Raises:
         ConfigError: One is no size.
     """
-    return parse_bytes(shard_bytes, name="shard_bytes"), parse_bytes(row_group_bytes, name="row_group_bytes")
+    sizes = {"shard_bytes": shard_bytes, "row_group_bytes": row_group_bytes}
+    shards, row_groups = (parse_bytes(size, name=name) for name, size in sizes.items())
+    if min(shards, row_groups) < 1:
+        raise ConfigError(f"shard_bytes is {shard_bytes} and row_group_bytes {row_group_bytes}; give 1 or more.")
+    return shards, row_groups
 
 
 def identity(source: Source, connection: Connection, shard_bytes: int, row_group_bytes: int) -> tuple[str | None, str]:
@@ -47,7 +51,8 @@ def identity(source: Source, connection: Connection, shard_bytes: int, row_group
     if location is not None and location.startswith("/"):
         location = os.path.realpath(location)
     facts = [
-        FORMAT_VERSION, connection.address, connection.user, source.name, location, source.pin.version,
+        FORMAT_VERSION, connection.address, connection.user, connection.time_zone,
+        source.name, location, source.pin.version,
         source.pin.fingerprint, source.columns, source.where, source.limit, shard_bytes, row_group_bytes,
     ]  # fmt: skip
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest(), ""

@@ -32,7 +32,7 @@ def make_receipt(source: Source, connection: Connection) -> dict[str, Any]:
         "engine": source.engine.name,
         "address": connection.address,
         "user": connection.user,
-        "session_time_zone": source.spark.conf.get("spark.sql.session.timeZone"),
+        "session_time_zone": connection.time_zone,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"bridge": bridge.__version__, **_installed()},
     }

@@ -23,6 +23,11 @@ class Place:
     local: Path | None
 
     @property
+    def is_stand_in(self) -> bool:
+        """Whether it is a volume that is not mounted here, for which another folder stands."""
+        return self.name.startswith("/Volumes/") and not _is_mounted(self.name)
+
+    @property
     def spark(self) -> str:
         """What Apache Spark and Databricks must be told."""
         if self.local is None or (self.name.startswith("/Volumes/") and _is_mounted(self.name)):

@@ -35,6 +35,10 @@ class Engine(Protocol):
     def spark_writes(self) -> bool:
         """Whether Spark writes the shards of an export; where it does not, its rows are streamed and written here."""
 
+    @property
+    def is_here(self) -> bool:
+        """Whether the server is on this machine, so that a path means the same to both."""
+
     def pin(
         self, spark: SparkSession, relation: str, location: str | None, version: int | None, timestamp: str | None
     ) -> Pin:

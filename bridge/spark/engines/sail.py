@@ -169,6 +169,9 @@ class EmbeddedSail:
             name = f"{quote(catalog)}.{quote(schema)}.{quote(_decoded(table.name))}"
             provider = "DELTA" if (table / "_delta_log").is_dir() else "PARQUET"
             if provider == "PARQUET" and not any(table.glob("*.parquet")):
+                if any(table.rglob("*.parquet")):
+                    told = "Sail would read the partition columns of its folders as text; save it as Delta"
+                    warnings.warn(f"{table} is not registered as {name}: {told}", RuntimeWarning, stacklevel=2)
                 continue
             try:
                 with quiet():

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 
 from bridge.columns.arrays import column_to_numpy, pick_column, to_matrix, to_numpy
+from bridge.columns.frames import to_pandas
 from bridge.errors import LossyConversionError, SourceNotFoundError
 
 TABLE = pa.table(
@@ -183,3 +184,31 @@ def test_no_rows_make_empty_arrays() -> None:
 
     assert all(len(array) == 0 for array in to_numpy(empty).values())
     assert to_matrix(empty, ["a", "b"], "f")[0].shape == (0, 2)
+
+
+EXACT = 2**53 + 1  # not a float64
+
+
+@pytest.mark.parametrize(
+    ("rows", "arrow"),
+    [
+        ([[EXACT, None]], pa.list_(pa.int64())),
+        ([{"a": EXACT}, {"a": None}], pa.struct([("a", pa.int64())])),
+        ([[("k", EXACT), ("l", None)]], pa.map_(pa.string(), pa.int64())),
+        ([[[EXACT], [None]]], pa.list_(pa.list_(pa.int64()))),
+    ],
+    ids=str,
+)
+def test_a_null_does_not_turn_nested_integers_to_floats(rows: list[Any], arrow: pa.DataType) -> None:
+    table = pa.table({"c": pa.array(rows, arrow)})
+
+    assert str(EXACT) in str(to_numpy(table)["c"].tolist())
+    assert str(EXACT) in str(to_pandas(table)["c"].tolist())
+
+
+def test_a_matrix_does_not_overflow_to_infinity() -> None:
+    table = pa.table({"x": [1e300, 1.0], "y": [float("inf"), 1.0]})
+
+    with pytest.raises(LossyConversionError, match=r"feature 'x' \(double\) holds values that float32 cannot"):
+        to_matrix(table, ["x"], None, "float32")
+    assert np.isinf(to_matrix(table, ["y"], None, "float32")[0][0, 0])

@@ -258,8 +258,11 @@ def test_a_wrong_remote_or_profile_is_told() -> None:
 DATABRICKS = """
 calls = []
 
+class Client:
+    is_closed = False
+
 class Session:
-    is_stopped = False
+    client = Client()
 
 class Builder:
     def __init__(self, made=()):
@@ -402,3 +405,34 @@ def test_the_settings_of_a_profile_hold_for_what_is_loaded_through_its_session(t
     )
 
     assert told.stdout.split() == ["1024", "True", "5"]
+
+
+def test_an_embedded_server_that_died_is_started_again(tmp_path: Path) -> None:
+    done = run(
+        """
+        import time
+        import bridge, psutil
+
+        spark = bridge.connect()
+        spark.range(3).write.format("delta").saveAsTable("kept")
+        children = psutil.Process().children(recursive=True)
+        server = next(child for child in children if "pysail" in child.cmdline() and child.name().startswith("python"))
+        server.kill()
+        server.wait()
+        try:
+            bridge.load_table("kept", spark=spark)
+        except bridge.EngineUnavailableError as exc:
+            print("gone" in str(exc))
+        print(bridge.load_table("kept").num_rows, bridge.connect() is not spark)
+        """,
+        XDG_DATA_HOME=str(tmp_path),
+    )
+
+    assert done.stdout.split() == ["True", "3", "True"]
+
+
+@pytest.mark.parametrize("remote", ["sc://localhost:port", "sc://localhost:1/;token=a;SECRET"])
+def test_an_address_that_is_none_is_told_without_its_token(remote: str) -> None:
+    with pytest.raises(ConfigError, match=r"is no address of a Spark Connect server\.\n  Give sc://") as caught:
+        bridge.connect(remote)
+    assert "SECRET" not in str(caught.value)

@@ -38,6 +38,7 @@ class Asked:
 class At:
     address: str = "embedded"
     user: str = "someone"
+    time_zone: str = "UTC"
 
 
 def identity_of(asked: Asked | None = None, at: At | None = None, sizes: tuple[int, int] = (1000, 100)) -> str | None:
@@ -64,6 +65,7 @@ def test_the_same_facts_are_the_same_export() -> None:
         {"asked": Asked(limit=10)},
         {"at": At(address="sc://elsewhere")},
         {"at": At(user="another")},
+        {"at": At(time_zone="America/New_York")},
         {"sizes": (1001, 100)},
         {"sizes": (1000, 101)},
     ],
