@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import socket
 import threading
@@ -66,6 +67,14 @@ def import_client() -> bool:
     except ImportError:
         return False
     return True
+
+
+def is_installed(module: str) -> bool:
+    """Return whether `module`, which may be inside a package, could be imported; nothing but its package is."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 def is_refused(spark: SparkSession) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import getpass
-import importlib.util
 import os
 import sys
 import weakref
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.config import Settings, load_settings, redact
 from bridge.errors import ConfigError, EngineUnavailableError, MissingDependencyError
-from bridge.spark.channel import is_refused, open_session
+from bridge.spark.channel import is_installed, is_refused, open_session
 from bridge.spark.engines import Engine
 from bridge.spark.engines.history import HistoryEngine
 from bridge.spark.engines.sail import EmbeddedSail, SailEngine
@@ -209,19 +208,12 @@ def _databricks_settings() -> str | None:
     in_workspace = "DATABRICKS_RUNTIME_VERSION" in os.environ
     if not (configured or in_workspace or Path("~/.databrickscfg").expanduser().is_file()):
         return None
-    return "databricks" if _has_databricks_connect() else None
-
-
-def _has_databricks_connect() -> bool:
-    try:
-        return importlib.util.find_spec("databricks.connect") is not None
-    except ModuleNotFoundError:
-        return False
+    return "databricks" if is_installed("databricks.connect") else None
 
 
 def _databricks_session(remote: str) -> SparkSession:
     """Build the session as https://docs.databricks.com/dev-tools/databricks-connect/cluster-config describes."""
-    if not _has_databricks_connect():
+    if not is_installed("databricks.connect"):
         raise MissingDependencyError(
             f'remote "{remote}" needs databricks-connect, which is not installed.\n'
             '  pip install "spark-training-bridge[databricks]" in an environment without pyspark.'

@@ -50,15 +50,15 @@ class EngineUnderTest:
 
 
 def _start(name: str, folder: Path, stack: ExitStack) -> EngineUnderTest:
-    patch = stack.enter_context(pytest.MonkeyPatch.context())
-    patch.setenv("BRIDGE_WAREHOUSE", str(folder / "warehouse"))
     if name == "cluster":
         from tests.cluster import standalone_cluster
 
         remote = stack.enter_context(standalone_cluster(os.environ["BRIDGE_SPARK_JARS"]))
     else:
         remote = {"sail": "sail", "apache": "local[2]"}[name]
-    spark = bridge.connect(remote)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BRIDGE_WAREHOUSE", str(folder / "warehouse"))
+        spark = bridge.connect(remote)
     catalog = spark.sql("SELECT current_catalog()").collect()[0][0]
     schema_folder = folder / "warehouse" / catalog / "demo"
     schema_folder.mkdir(parents=True)

@@ -321,7 +321,8 @@ def test_names_that_are_none(sail: Any) -> None:
 @pytest.mark.parametrize("source", [None, 7, pa.table({"a": [1]}), ["t"]], ids=lambda source: type(source).__name__)
 def test_sources_that_are_none(sail: Any, source: Any) -> None:
     for spark in (sail.spark, None):
-        with raises(SourceError, f"the source is a {type(source).__name__}; give a table's name, a path, or a Spark"):
+        kind = "Table of pyarrow" if isinstance(source, pa.Table) else type(source).__name__
+        with raises(SourceError, f"the source is a {kind}; give a table's name, a path, or a Spark Connect DataFrame."):
             bridge.load_table(source, spark=spark)
 
 

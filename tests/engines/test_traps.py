@@ -29,6 +29,7 @@ from bridge.errors import (
     TableTooLargeError,
 )
 from bridge.tables.load import fetch, prepare
+from tests.processes import busy_cores
 
 EPOCH = dt.datetime(1970, 1, 1)
 MOMENTS = [
@@ -199,13 +200,14 @@ def test_a_stopped_collect_does_not_run_on(engine: Any) -> None:
         engine.load(long, max_bytes="1MiB", route="collect")
 
     assert time.monotonic() - began < 30
-    assert _operations_of(engine) == 0
-    _wait_until(lambda: _cpu_share() < 0.5)
+    if engine.name != "sail":  # the embedded engine lists what has ended too, since nobody releases it
+        assert _operations_of(engine) == 0
+    _wait_until(lambda: busy_cores() < 0.5)
     # the same questions while an operation does run
     runner = threading.Thread(target=_swallow, args=(_endless(engine.spark).collect,))
     runner.start()
-    _wait_until(lambda: _cpu_share() > 0.5)
-    _wait_until(lambda: _operations_of(engine) == 1)
+    _wait_until(lambda: busy_cores() > 0.5)
+    _wait_until(lambda: _operations_of(engine) >= 1)
     runner.join(30)
     assert not runner.is_alive()
 
@@ -215,22 +217,6 @@ def _wait_until(holds: Callable[[], bool], timeout_s: float = 30) -> None:
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.2)
-
-
-def _cpu_share() -> float:
-    """Return how many cores this process and its servers keep busy."""
-    own = psutil.Process()
-    processes = [own, *own.children(recursive=True)]
-
-    def spent() -> float:
-        return sum(
-            times.user + times.system
-            for times in (process.cpu_times() for process in processes if process.is_running())
-        )
-
-    before, began = spent(), time.monotonic()
-    time.sleep(1)
-    return (spent() - before) / (time.monotonic() - began)
 
 
 def _operations_of(engine: Any) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import importlib.util
 import os
 import re
 import sys
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import EngineUnavailableError, MissingDependencyError, VolumeError
-from bridge.spark.channel import import_client, open_session
+from bridge.spark.channel import import_client, is_installed, open_session
 from bridge.spark.engines import Pin
 from bridge.spark.engines.log import ASKED, pin_from_log
 from bridge.spark.engines.process import ConnectServer, free_port, serve
@@ -116,7 +115,7 @@ class EmbeddedSail:
         return spark
 
     def _start(self) -> ConnectServer:
-        if importlib.util.find_spec("pysail") is None:
+        if not is_installed("pysail"):
             raise MissingDependencyError(
                 "the embedded engine needs pysail, which is not installed.\n"
                 '  pip install "spark-training-bridge[local]", or connect to a server: bridge.connect("sc://host:15002").'
