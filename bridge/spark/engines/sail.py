@@ -12,7 +12,7 @@ import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bridge.errors import EngineUnavailableError, MissingDependencyError, VolumeError
 from bridge.spark.channel import import_client, is_installed, open_session
@@ -107,10 +107,6 @@ class EmbeddedSail:
             # Before the session is made, so that pyspark's own clean-up at exit still finds the server.
             atexit.register(self._server.stop)
         spark = open_session(self._server.remote)
-        # Nothing is between us and the server that could break, and a message for each batch, to release it, costs a
-        # fifth of a collect.
-        client: Any = spark.client
-        client.disable_reattachable_execute()
         self._register_warehouse(spark)
         return spark
 
