@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -129,14 +130,24 @@ def _decoded_ahead(read: Any, planned: Iterator[Window]) -> Iterator[pa.Table]:
         except BaseException as exc:  # noqa: BLE001 - carried to the consumer, who raises it
             _put(ready, exc, stopped)
 
-    threading.Thread(target=work, name="bridge-decode", daemon=True).start()
+    thread = threading.Thread(target=work, name="bridge-decode", daemon=True)
+
+    def stop() -> None:
+        stopped.set()
+        if thread is not threading.current_thread():
+            thread.join()
+
+    # A thread that still decodes when the interpreter ends takes the process down with it.
+    atexit.register(stop)
+    thread.start()
     try:
         while (item := ready.get()) is not _END:
             if isinstance(item, BaseException):
                 raise item
             yield item
     finally:
-        stopped.set()
+        stop()
+        atexit.unregister(stop)
 
 
 def _put(ready: queue.Queue[Any], item: Any, stopped: threading.Event) -> bool:

@@ -82,17 +82,24 @@ def test_a_type_without_a_feature_is_an_error_that_names_the_column() -> None:
             made()
 
 
-def test_the_interpreter_ends_cleanly_after_a_part_was_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("read", "shown"),
+    [
+        ('rows = iter(table.to_huggingface(streaming=True)); print(next(rows)["text"])', "é0"),
+        ('print(next(iter(table.to_loader(4, features=["n"], dtype="float32"))).shape)', "torch.Size([4, 1])"),
+    ],
+    ids=["streaming", "loader"],
+)
+def test_the_interpreter_ends_cleanly_after_a_part_was_read(tmp_path: Path, read: str, shown: str) -> None:
     make_export(tmp_path / "t", [TABLE, TABLE], row_group_rows=5)
     code = f"""
         import bridge
         table = bridge.open_export({str(tmp_path)!r})
-        rows = iter(table.to_huggingface(streaming=True))
-        print(next(rows)["text"], next(iter(table.to_loader(4, features=["n"], dtype="float32"))).shape)
+        {read}
     """
 
     child = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
     )
 
-    assert (child.stdout, child.stderr, child.returncode) == ("é0 torch.Size([4, 1])\n", "", 0)
+    assert (child.stdout, child.stderr, child.returncode) == (f"{shown}\n", "", 0)
