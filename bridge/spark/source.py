@@ -41,6 +41,8 @@ _PURE = frozenset(
 _CALL = re.compile(r"\b([a-z_]\w*)\s*\(", re.IGNORECASE)
 # Some are called without parentheses.
 _UNSTABLE = re.compile(r"\b(select|current_\w+|localtimestamp|session_user|user)\b", re.IGNORECASE)
+# Spark reads timestamp'now' and date'today' from the clock.
+_CLOCK = re.compile(r"['\"]\s*(now|today|tomorrow|yesterday)\b", re.IGNORECASE)
 _LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 
 
@@ -389,6 +391,7 @@ def _where_text(where: str | Column | None) -> tuple[str | None, bool]:
         return None, True
     if isinstance(where, str):
         code = _LITERAL.sub("''", where)
-        is_pure = not _UNSTABLE.search(code) and {name.lower() for name in _CALL.findall(code)} <= _PURE
+        reads_clock = _UNSTABLE.search(code) or _CLOCK.search(where)
+        is_pure = not reads_clock and {name.lower() for name in _CALL.findall(code)} <= _PURE
         return where.strip(), is_pure
     return str(where), False

@@ -72,6 +72,8 @@ def test_a_filter_of_columns_and_literals_may_be_reused(where: str) -> None:
         "day = current_date",
         "is_member('team')",
         "owner = SESSION_USER",
+        "at < timestamp'now'",
+        "day = DATE 'today'",
     ],
 )
 def test_a_filter_that_may_read_something_else_is_not(where: str) -> None:
