@@ -25,12 +25,12 @@ class Place:
     @property
     def is_stand_in(self) -> bool:
         """Whether it is a volume that is not mounted here, for which another folder stands."""
-        return self.name.startswith("/Volumes/") and not _is_mounted(self.name)
+        return self.name.startswith("/Volumes/") and not is_mounted(self.name)
 
     @property
     def spark(self) -> str:
         """What Apache Spark and Databricks must be told."""
-        if self.local is None or (self.name.startswith("/Volumes/") and _is_mounted(self.name)):
+        if self.local is None or (self.name.startswith("/Volumes/") and is_mounted(self.name)):
             return self.name
         return f"file:{self.local}"
 
@@ -75,7 +75,7 @@ def locate(path: str | os.PathLike[str], volume_root: Path | None = None) -> Pla
                 "  Give catalog, schema and volume: /Volumes/<catalog>/<schema>/<volume>/..."
             )
         name = "/Volumes/" + "/".join(parts)
-        if _is_mounted(name):
+        if is_mounted(name):
             return Place(name, Path(name))
         return Place(name, (volume_root or data_folder() / "volumes").joinpath(*parts))
     scheme = _SCHEME.match(text)
@@ -117,6 +117,6 @@ def refuse_glob(place: Place) -> None:
         )
 
 
-def _is_mounted(volume: str) -> bool:
+def is_mounted(volume: str) -> bool:
     """Return whether the volume of a normalised `/Volumes/c/s/v...` name is a folder here."""
     return Path(*Path(volume).parts[:5]).is_dir()

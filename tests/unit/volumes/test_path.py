@@ -43,7 +43,7 @@ def test_the_root_is_in_the_data_folder_unless_it_is_set(tmp_path: Path, monkeyp
 
 def test_a_mounted_volume_is_opened_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing can be mounted at /Volumes for one test alone.
-    monkeypatch.setattr(bridge.volumes.path, "_is_mounted", lambda name: name.startswith("/Volumes/main/ml/exports"))
+    monkeypatch.setattr(bridge.volumes.path, "is_mounted", lambda name: name.startswith("/Volumes/main/ml/exports"))
 
     mounted = locate("dbfs:/Volumes/main/ml/exports/x", tmp_path)
 

@@ -1,0 +1,388 @@
+"""Where bytes are kept: a folder that Python opens, or an address that fsspec reaches, behind one small seam.
+
+Only what every place can do is asked of it: write a file once from front to back, read a range, list, delete. Names are
+relative to the storage's root, with `/` between their parts; "" is the root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from bridge.errors import MissingDependencyError, VolumeError
+from bridge.volumes.path import is_mounted, locate
+
+T = TypeVar("T")
+
+_BLOCK = 8 << 20
+# what a mount over a network answers for a while and then no more
+_TRANSIENT = {
+    errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO,
+    errno.ECONNRESET, errno.ECONNABORTED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EPIPE,
+}  # fmt: skip
+_RETRY_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
+_NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}
+# keys under which file systems of fsspec tell when a file was last written, in this order
+_TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A file or folder: its last name, and what is known of it. A listing of a mount knows neither size nor time."""
+
+    name: str
+    is_folder: bool
+    num_bytes: int | None = None
+    mtime_ns: int | None = None
+    is_link: bool = False
+
+
+class Storage(Protocol):
+    """What `bridge` asks of a place. Failures are OSErrors; what is not there is a FileNotFoundError.
+
+    An implementation prints as its address, and is safe to use from several threads.
+    """
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that Python opens, None where there is none."""
+
+    def list(self, name: str = "") -> Iterator[Entry]:
+        """Yield what a folder holds, in no order. What was written a moment ago may be missing."""
+
+    def status(self, name: str) -> Entry:
+        """Return size and time of a file, or that it is a folder."""
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return the bytes [start, stop) of a file; fewer where it ends before."""
+
+    def write(self, name: str, blocks: Iterable[bytes | memoryview]) -> None:
+        """Write a new file front to back, and flush it as far as the place knows how to; on failure it is deleted."""
+
+    def delete(self, name: str) -> None:
+        """Delete a file; nothing where it is gone."""
+
+    def make_folder(self, name: str = "") -> None:
+        """Make a folder and those above it; nothing where it is there, or where folders do not exist."""
+
+    def delete_folder(self, name: str = "") -> None:
+        """Delete an empty folder; nothing where it is gone, or where folders do not exist."""
+
+
+class LocalStorage:
+    """A folder of a file system: a disk, or the mount of a volume."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __str__(self) -> str:
+        return str(self._folder)
+
+    @property
+    def folder(self) -> Path:
+        """The folder."""
+        return self._folder
+
+    def path(self, name: str) -> Path:
+        """Return where `name` is."""
+        return self._folder / name
+
+    def list(self, name: str = "") -> Iterator[Entry]:
+        """Yield what a folder holds; links are told by what they lead to."""
+        with os.scandir(self.path(name)) as found:
+            for entry in found:
+                yield Entry(entry.name, entry.is_dir(), is_link=entry.is_symlink())
+
+    def status(self, name: str) -> Entry:
+        """Return size and time of what is at `name`, links followed."""
+        path = self.path(name)
+        found = path.stat()
+        return Entry(path.name, stat.S_ISDIR(found.st_mode), found.st_size, found.st_mtime_ns)
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return a range of a file."""
+        with open(self.path(name), "rb", buffering=0) as file:
+            stop = os.fstat(file.fileno()).st_size if stop is None else stop
+            parts = []
+            while start < stop and (part := os.pread(file.fileno(), min(_BLOCK, stop - start), start)):
+                parts.append(part)
+                start += len(part)
+        return b"".join(parts)
+
+    def write(self, name: str, blocks: Iterable[bytes | memoryview]) -> None:
+        """Write a new file, flushed to the disk together with its name."""
+        path = self.path(name)
+        with open(path, "xb", buffering=0) as file:
+            try:
+                for block in blocks:
+                    view = memoryview(block).cast("B")
+                    while view.nbytes:
+                        view = view[file.write(view) :]
+                _sync(file.fileno())
+                file.close()
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                raise
+        _sync_folder(path.parent)
+
+    def delete(self, name: str) -> None:
+        """Delete a file."""
+        self.path(name).unlink(missing_ok=True)
+
+    def make_folder(self, name: str = "") -> None:
+        """Make a folder and those above it."""
+        self.path(name).mkdir(parents=True, exist_ok=True)
+
+    def delete_folder(self, name: str = "") -> None:
+        """Delete an empty folder."""
+        with contextlib.suppress(FileNotFoundError):
+            self.path(name).rmdir()
+
+
+class FsspecStorage:
+    """A folder of any file system that fsspec knows: s3://, abfss://, memory://, or a volume by Databricks' API."""
+
+    def __init__(self, filesystem: Any, root: str, address: str) -> None:
+        self._filesystem = filesystem
+        self._root = root.rstrip("/")
+        self._address = address.rstrip("/")
+
+    def __str__(self) -> str:
+        return self._address
+
+    @property
+    def folder(self) -> None:
+        """No folder that Python opens."""
+        return None
+
+    def list(self, name: str = "") -> Iterator[Entry]:
+        """Yield what a folder holds, with size and time."""
+        path = self._path(name)
+        with self._translated(name):
+            self._filesystem.invalidate_cache(path)
+            found = self._filesystem.ls(path, detail=True)
+        for info in found:
+            # object stores may list the folder itself
+            if info["name"].strip("/") != path.strip("/"):
+                yield _entry(info)
+
+    def status(self, name: str) -> Entry:
+        """Return size and time of a file."""
+        path = self._path(name)
+        with self._translated(name):
+            self._filesystem.invalidate_cache(self._filesystem._parent(path))
+            return _entry(self._filesystem.info(path))
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Return a range of a file."""
+        if stop is not None and stop <= start:
+            return b""
+        with self._translated(name):
+            return bytes(self._filesystem.cat_file(self._path(name), start=start, end=stop))
+
+    def write(self, name: str, blocks: Iterable[bytes | memoryview]) -> None:
+        """Write a new file; an object store shows it when it is whole."""
+        path = self._path(name)
+        with self._translated(name):
+            if self._filesystem.exists(path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), f"{self}/{name}")
+            file = self._filesystem.open(path, "wb")
+        try:
+            for block in blocks:
+                with self._translated(name):
+                    file.write(block)
+            with self._translated(name):
+                file.close()
+        except BaseException:
+            # what closes the file would publish what was written so far, its own end included
+            with contextlib.suppress(Exception):
+                file.discard()
+            with contextlib.suppress(Exception):
+                file.closed = True
+            with contextlib.suppress(Exception):
+                self._filesystem.rm_file(path)
+            raise
+
+    def delete(self, name: str) -> None:
+        """Delete a file."""
+        with contextlib.suppress(FileNotFoundError), self._translated(name):
+            self._filesystem.rm_file(self._path(name))
+
+    def make_folder(self, name: str = "") -> None:
+        """Make a folder where the file system has folders."""
+        with self._translated(name):
+            self._filesystem.makedirs(self._path(name), exist_ok=True)
+
+    def delete_folder(self, name: str = "") -> None:
+        """Delete an empty folder where the file system has folders."""
+        with self._translated(name):
+            self._filesystem.invalidate_cache()
+            if self._filesystem.isdir(self._path(name)):
+                self._filesystem.rmdir(self._path(name))
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}" if name else self._root or "/"
+
+    @contextlib.contextmanager
+    def _translated(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as exc:  # each file system of fsspec has errors of its own
+            raise VolumeError(f"{self}/{name} cannot be used: {type(exc).__name__}: {exc}") from exc
+
+
+def open_storage(path: str | os.PathLike[str], *, volume_root: Path | None = None) -> Storage:
+    """Return the storage whose root is `path`; nothing is made.
+
+    A volume is, in this order: its mount, where it is there and answers; the folder that is configured to stand for
+    volumes; Databricks' Files API, where fsspec-databricks is installed and a workspace is configured; the data folder.
+    Addresses such as s3://... go through fsspec.
+
+    Raises:
+        VolumeError: A mount is there but does not answer, and there is no other way to the volume.
+        MissingDependencyError: fsspec needs a package for that kind of address.
+    """
+    place = locate(path, volume_root)
+    if not place.name.startswith("/Volumes/"):
+        return _by_fsspec(place.name) if place.local is None else LocalStorage(place.local)
+    broken = _mount_error(place.name)
+    if is_mounted(place.name) and broken is None:
+        return LocalStorage(Path(place.name))
+    if volume_root is None and _has_workspace() and find_spec("fsspec_databricks"):
+        from fsspec_databricks import DatabricksFileSystem
+
+        return FsspecStorage(DatabricksFileSystem(use_local_fs_in_workspace=False), place.name, f"dbfs:{place.name}")
+    if broken is not None:
+        raise VolumeError(
+            f"the mount of {place.name} does not answer: {broken.strerror}.\n"
+            "  Mount it again, or install fsspec-databricks and set DATABRICKS_HOST to go through the Files API."
+        ) from broken
+    return LocalStorage(place.folder())
+
+
+def _mount_error(volume: str) -> OSError | None:
+    """Return how the mount of a volume fails, None where it works or there is none."""
+    try:
+        with os.scandir(Path(*Path(volume).parts[:5])) as found:
+            next(found, None)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as exc:
+        return exc
+    return None
+
+
+def _has_workspace() -> bool:
+    """Return whether something says which Databricks workspace is meant."""
+    named = any(os.environ.get(name) for name in ("DATABRICKS_HOST", "DATABRICKS_CONFIG_PROFILE"))
+    return named or Path(os.path.expanduser("~/.databrickscfg")).is_file()
+
+
+def _by_fsspec(address: str) -> FsspecStorage:
+    from fsspec.core import url_to_fs
+
+    try:
+        filesystem, root = url_to_fs(address)
+    except ImportError as exc:
+        raise MissingDependencyError(f"{address} cannot be reached: {exc}") from exc
+    except ValueError as exc:
+        raise VolumeError(f"{address} cannot be reached: {exc}") from exc
+    return FsspecStorage(filesystem, root, address)
+
+
+def is_transient(exc: OSError) -> bool:
+    """Return whether the same call may succeed a moment later."""
+    return exc.errno in _TRANSIENT
+
+
+def with_retries(call: Callable[[], T]) -> T:
+    """Return what `call` returns; where it fails in a way that may pass, it is tried again, for 3 s in all."""
+    for delay in _RETRY_DELAYS_S:
+        try:
+            return call()
+        except OSError as exc:
+            if not is_transient(exc):
+                raise
+        time.sleep(delay)
+    return call()
+
+
+def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: float = 30.0) -> None:
+    """Return when every file is there in full size; what was written may show late.
+
+    Args:
+        sizes: Bytes of each file, by name.
+
+    Raises:
+        VolumeError: A file is missing, or of another size, after `timeout_s`.
+    """
+    deadline = time.monotonic() + timeout_s
+
+    def wait(name: str) -> None:
+        delay = 0.01
+        while True:
+            try:
+                found = with_retries(lambda: storage.status(name)).num_bytes
+            except FileNotFoundError:
+                found = None
+            if found == sizes[name]:
+                return
+            if time.monotonic() + delay > deadline:
+                seen = "is not there" if found is None else f"holds {found:,} bytes"
+                raise VolumeError(
+                    f"{storage}/{name} {seen} {timeout_s:g} s after {sizes[name]:,} bytes were written.\n"
+                    "  Another writer may use the same folder, or the mount loses writes. Write again."
+                )
+            time.sleep(delay)
+            delay = min(2 * delay, 1.0)
+
+    if len(sizes) < 2:
+        for name in sizes:
+            wait(name)
+        return
+    with ThreadPoolExecutor(min(32, len(sizes))) as threads:
+        for _ in threads.map(wait, sizes):
+            pass
+
+
+def _entry(info: Mapping[str, Any]) -> Entry:
+    is_folder = info["type"] == "directory"
+    moment = next((info[key] for key in _TIMES if info.get(key) is not None), None)
+    if isinstance(moment, datetime):
+        moment = moment.timestamp()
+    mtime_ns = round(moment * 1e9) if isinstance(moment, int | float) else None
+    return Entry(info["name"].rstrip("/").rpartition("/")[2], is_folder, info.get("size"), mtime_ns)
+
+
+def _sync(descriptor: int) -> None:
+    """Flush to the disk, where the file system knows how to."""
+    try:
+        os.fsync(descriptor)
+    except OSError as exc:
+        if exc.errno not in _NOT_SUPPORTED:
+            raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush the names in a folder, where the file system knows how to."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
