@@ -10,33 +10,34 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bridge.manifest import Manifest, describe_shards, encode_schema
-from bridge.volumes.commit import new_attempt, write_marker
+from bridge.volumes.commit import begin
+from bridge.volumes.storage import LocalStorage
 
 
 def make_export(
     parent: Path, shards: Sequence[pa.Table], *, row_group_rows: int = 100, label: str = "unpinned", **facts: Any
 ) -> tuple[Path, Manifest]:
     """Write each table as a shard of a new complete export in `parent`; return its folder and manifest."""
-    attempt = new_attempt(parent, label)
-    attempt.folder.mkdir()
     names = [f"part-{index:05d}.parquet" for index in range(len(shards))]
-    for name, table in zip(names, shards, strict=True):
-        pq.write_table(table, attempt.folder / name, row_group_size=row_group_rows, compression="zstd")
-    described = describe_shards(attempt.folder, names)
-    num_rows = sum(shard.num_rows for shard in described)
-    manifest = Manifest(
-        **{
-            "table": "main.ml.t",
-            "version": 3,
-            "identity": label,
-            "schema_ipc": encode_schema(shards[0].schema),
-            "num_rows": num_rows,
-            "num_bytes": sum(shard.num_bytes for shard in described),
-            "memory_bytes": sum(table.nbytes for table in shards),
-            "shards": described,
-            "receipt": {"table": "main.ml.t", "version": 3, "spark_types": {}},
-            **facts,
-        }
-    )
-    write_marker(attempt, manifest.to_json())
-    return attempt.folder, manifest
+    with begin(LocalStorage(parent), label) as attempt:
+        folder = parent / attempt.name
+        folder.mkdir()
+        for name, table in zip(names, shards, strict=True):
+            pq.write_table(table, folder / name, row_group_size=row_group_rows, compression="zstd")
+        described = describe_shards(folder, names)
+        manifest = Manifest(
+            **{
+                "table": "main.ml.t",
+                "version": 3,
+                "identity": label,
+                "schema_ipc": encode_schema(shards[0].schema),
+                "num_rows": sum(shard.num_rows for shard in described),
+                "num_bytes": sum(shard.num_bytes for shard in described),
+                "memory_bytes": sum(table.nbytes for table in shards),
+                "shards": described,
+                "receipt": {"table": "main.ml.t", "version": 3, "spark_types": {}},
+                **facts,
+            }
+        )
+        attempt.commit(manifest.to_json(), {shard.name: shard.num_bytes for shard in described})
+    return folder, manifest

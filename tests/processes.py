@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -19,3 +20,11 @@ def busy_cores() -> float:
     before, began = spent(), time.monotonic()
     time.sleep(1)
     return (spent() - before) / (time.monotonic() - began)
+
+
+def eventually(condition: Callable[[], object], *, within_s: float = 20.0) -> None:
+    """Wait until `condition` holds; fail where it does not in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not so within {within_s:g} s"
+        time.sleep(0.005)

@@ -17,6 +17,7 @@ from bridge.tables.prepare import prepare
 from bridge.tables.table import Table
 from bridge.volumes.commit import complete_attempts, read_marker
 from bridge.volumes.path import locate
+from bridge.volumes.storage import LocalStorage
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -76,7 +77,7 @@ def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = Non
     """
     settings = load_settings()
     folder = locate(root_or_path, settings.volume_root).folder()
-    body = read_marker(folder)
+    body = read_marker(LocalStorage(folder))
     if body is not None:
         found = Manifest.from_json(body, folder)
         is_other = table is not None and not _is_named(found.table, table)
@@ -86,10 +87,10 @@ def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = Non
         return Table.exported(folder, found, client_max_bytes=settings.client_max_bytes)
     newest: dict[str, tuple[Path, Manifest]] = {}
     for parent in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ():
-        for attempt, body in complete_attempts(parent):
-            manifest = Manifest.from_json(body, attempt.folder)
+        for attempt, body in complete_attempts(LocalStorage(parent)):
+            manifest = Manifest.from_json(body, parent / attempt.name)
             if version is None or manifest.version == version:
-                newest.setdefault(manifest.table, (attempt.folder, manifest))
+                newest.setdefault(manifest.table, (parent / attempt.name, manifest))
     asked = "" if version is None else f" of version {version}"
     if not newest:
         raise ExportNotFoundError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,8 +21,9 @@ from bridge.spark.size import assumed_width
 from bridge.spark.source import Source
 from bridge.spark.write import Written, write_shards
 from bridge.tables.receipt import make_receipt
-from bridge.volumes.commit import complete_attempts, discard, new_attempt, write_marker
+from bridge.volumes.commit import begin, collect_garbage, complete_attempts
 from bridge.volumes.path import Place, refuse_glob
+from bridge.volumes.storage import LocalStorage
 
 SHARD_BYTES = 1 << 30
 ROW_GROUP_BYTES = 64 << 20
@@ -75,10 +77,11 @@ def find_reusable(folder: Place, identity: str | None) -> tuple[Path, Manifest] 
     """Return the complete export of that identity whose files are all there in full size."""
     if identity is None or folder.local is None:
         return None
-    for attempt, body in complete_attempts(folder.local, identity):
-        manifest = Manifest.from_json(body, attempt.folder)
-        if all(_has_size(attempt.folder / shard.name, shard.num_bytes) for shard in manifest.shards):
-            return attempt.folder, manifest
+    for attempt, body in complete_attempts(LocalStorage(folder.local), identity):
+        path = folder.local / attempt.name
+        manifest = Manifest.from_json(body, path)
+        if all(_has_size(path / shard.name, shard.num_bytes) for shard in manifest.shards):
+            return path, manifest
     return None
 
 
@@ -106,18 +109,24 @@ def write_export(
         VolumeError: The volume cannot be written.
     """
     receipt = make_receipt(source, connection)
-    attempt = new_attempt(parent.folder(), identity or "unpinned")
-    try:
-        written = write_shards(
-            source,
-            parent / attempt.folder.name,
-            shard_bytes=shard_bytes,
-            row_group_bytes=row_group_bytes,
-            row_bytes=row_bytes or assumed_width(source.schema),
-        )
-        shards = describe_shards(attempt.folder, written.names)
+    storage = LocalStorage(parent.folder())
+    with begin(storage, identity or "unpinned") as attempt:
+        folder = storage.folder / attempt.name
+        try:
+            written = write_shards(
+                source,
+                parent / attempt.name,
+                shard_bytes=shard_bytes,
+                row_group_bytes=row_group_bytes,
+                row_bytes=row_bytes or assumed_width(source.schema),
+            )
+            shards = describe_shards(folder, written.names)
+            width = row_bytes if row_bytes is not None else _measured_width(folder, shards)
+        except OSError as exc:
+            if isinstance(exc, VolumeError):
+                raise
+            raise VolumeError(f"{source.name} could not be written to {folder}: {exc.strerror or exc}.") from exc
         num_rows = _counted(shards, written, source.name)
-        width = row_bytes if row_bytes is not None else _measured_width(attempt.folder, shards)
         manifest = Manifest(
             table=source.name,
             version=source.pin.version,
@@ -129,16 +138,11 @@ def write_export(
             shards=shards,
             receipt={**receipt, "route": "export", "num_rows": num_rows},
         )
-        write_marker(attempt, manifest.to_json())
-    except OSError as exc:
-        discard(attempt)
-        if isinstance(exc, VolumeError):
-            raise
-        raise VolumeError(f"{source.name} could not be written to {attempt.folder}: {exc.strerror or exc}.") from exc
-    except BaseException:
-        discard(attempt)
-        raise
-    return attempt.folder, manifest
+        attempt.commit(manifest.to_json(), {shard.name: shard.num_bytes for shard in shards})
+    # what killed writers left; the export itself stands whether or not that works
+    with contextlib.suppress(VolumeError):
+        collect_garbage(storage)
+    return folder, manifest
 
 
 def _counted(shards: Sequence[Shard], written: Written, name: str) -> int:

@@ -1,123 +1,338 @@
 """Complete or absent: write-once attempt folders, each made visible by its own marker, written last.
 
-A folder holds attempts `<generation>-<label>-<attempt id>`. An attempt is complete when it holds a marker
-`_bridge.<n>.json` whose digest is right; readers believe nothing else. Only creating files is relied on: no rename,
-append, link or truncate, which volume mounts refuse. Where several attempts are complete, the one of the highest
-generation wins, then the one of the smallest attempt id, so that everybody who sees the same attempts picks the same.
+A storage holds attempts `<generation>-<label>-<attempt id>`. An attempt is complete when it holds a marker
+`_bridge.<n>.json` whose digest is right; readers believe nothing else. Only creating and deleting files is relied on:
+no rename, append, link, truncate or exclusive create, which volume mounts refuse. Where several attempts are complete,
+the one of the highest generation wins, then the one of the smallest attempt id, so that everybody who sees the same
+attempts picks the same.
+
+    begin ── write files ── commit: files seen in full size ── marker written, read back ── complete
+      │            │                         │                            │
+      └────────────┴──── fails or is killed ─┴────────────────────────────┘── dead: deleted, or collected later
+
+Who works on an attempt renews a lease beside it; what is neither complete nor leased is garbage after a grace time.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import json
-import os
 import re
 import secrets
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bridge.errors import VolumeError
 from bridge.volumes.digest import digest_bytes
+from bridge.volumes.lease import GRACE_S, Lease, drop_stale_leases, leased_ids, storage_time_ns
+from bridge.volumes.storage import Storage, is_transient, wait_for_files, with_retries
 
-_NAME = re.compile(r"(?P<generation>\d{8})-(?P<label>[a-z0-9]{1,32})-(?P<id>[0-9a-f]{12})")
-_MARKER = re.compile(r"_bridge\.\d+\.json")
+_NAME = re.compile(r"(?P<generation>\d{13})-(?P<label>[a-z0-9]{1,32})-(?P<id>[0-9a-f]{12})")
+_MARKER = re.compile(r"_bridge\.\d{1,3}\.json")
+_MARKER_TRIES = 4
+_READ_BACK_S = 5.0
 
 
 @dataclass(frozen=True)
 class Attempt:
     """One try at writing something: a folder of its own, whether or not it exists yet.
 
-    `label` is what the writer wants to find attempts by, in [a-z0-9].
+    `generation` is the time of its beginning in milliseconds since 1970, by the clock of the storage, or one more than
+    the highest that is there: so that attempts that a listing does not show yet are still outranked. `label` is what
+    the writer wants to find attempts by, in [a-z0-9].
     """
 
-    folder: Path
     generation: int
     label: str
     attempt_id: str
+
+    @property
+    def name(self) -> str:
+        """The name of its folder in the storage."""
+        return f"{self.generation:013d}-{self.label}-{self.attempt_id}"
 
     @property
     def rank(self) -> tuple[int, str]:
         """Attempts sort by this; the first is the one that readers pick."""
         return (-self.generation, self.attempt_id)
 
+    @classmethod
+    def parse(cls, name: str) -> Attempt | None:
+        """Return the attempt that a folder's name says it is, None for other folders."""
+        match = _NAME.fullmatch(name)
+        return cls(int(match["generation"]), match["label"], match["id"]) if match else None
 
-def new_attempt(parent: Path, label: str) -> Attempt:
-    """Return a fresh attempt in `parent`, of a generation above all that are there. Its folder is not made.
+
+class State(enum.Enum):
+    """What an attempt is to those who did not write it."""
+
+    COMPLETE = "complete"
+    IN_WORK = "in work"
+    DEAD = "dead"
+
+
+def judge(attempt: Attempt, *, has_marker: bool, is_leased: bool, now_ns: int, grace_s: float) -> State:
+    """Return what an attempt is: only one that is dead may be collected."""
+    if has_marker:
+        return State.COMPLETE
+    is_young = now_ns - attempt.generation * 1_000_000 < grace_s * 1e9
+    return State.IN_WORK if is_leased or is_young else State.DEAD
+
+
+class OpenAttempt:
+    """An attempt that is being written: its files go into the folder `name` of `storage`, then `commit`."""
+
+    def __init__(self, storage: Storage, attempt: Attempt, lease: Lease) -> None:
+        self.storage = storage
+        self.attempt = attempt
+        self.is_complete = False
+        self._lease = lease
+
+    @property
+    def name(self) -> str:
+        """The folder that takes the files; it is not made yet."""
+        return self.attempt.name
+
+    def commit(self, body: Mapping[str, Any], sizes: Mapping[str, int], *, timeout_s: float = 30.0) -> None:
+        """Make the attempt complete: see that its files are there, then write the marker and read it back.
+
+        Args:
+            body: What the marker is to say, as JSON values: sizes and digests of what readers check.
+            sizes: Bytes of each file, by its name in the attempt.
+            timeout_s: How long files that were written may stay unseen.
+
+        Raises:
+            VolumeError: A file is not there in full size, the marker cannot be written or does not read back, or this
+                process stood still for so long that the attempt may have been collected.
+        """
+        if not sizes:
+            self.storage.make_folder(self.name)
+        wait_for_files(self.storage, {f"{self.name}/{name}": size for name, size in sizes.items()}, timeout_s=timeout_s)
+        self._lease.check()
+        _write_marker(self.storage, self.name, encode_marker(body))
+        self._lease.check()
+        self.is_complete = True
+
+
+@contextlib.contextmanager
+def begin(storage: Storage, label: str) -> Iterator[OpenAttempt]:
+    """Give a fresh attempt, leased while the block lasts; unless it was committed, it is deleted at the end.
 
     Raises:
-        VolumeError: `parent` cannot be made or listed.
+        VolumeError: The storage cannot be written.
     """
+    attempt_id = secrets.token_hex(6)
     try:
-        parent.mkdir(parents=True, exist_ok=True)
-        generation = max((attempt.generation for attempt in attempts(parent)), default=0) + 1
+        storage.make_folder()
+        lease = Lease(storage, attempt_id)
+        lease.start()
     except OSError as exc:
         raise VolumeError(
-            f"{parent} cannot be written: {exc.strerror}.\n  Give a folder or volume you may write (WRITE VOLUME)."
+            f"{storage} cannot be written: {exc.strerror or exc}.\n"
+            "  Give a folder or volume you may write (WRITE VOLUME)."
         ) from exc
-    attempt_id = secrets.token_hex(6)
-    return Attempt(parent / f"{generation:08d}-{label}-{attempt_id}", generation, label, attempt_id)
+    try:
+        generation = max((attempt.generation + 1 for attempt in attempts(storage)), default=0)
+        opened = OpenAttempt(storage, Attempt(max(generation, lease.started_ns // 1_000_000), label, attempt_id), lease)
+        try:
+            yield opened
+        finally:
+            if not opened.is_complete:
+                # what cannot be deleted now is garbage that is collected later
+                with contextlib.suppress(OSError):
+                    delete_attempt(storage, opened.attempt)
+    finally:
+        lease.end()
 
 
-def attempts(parent: Path) -> Iterator[Attempt]:
-    """Yield every attempt in `parent`, complete or not, in no order; none where the folder is missing."""
-    for name in os.listdir(parent) if parent.is_dir() else ():
-        match = _NAME.fullmatch(name)
-        if match:
-            yield Attempt(parent / name, int(match["generation"]), match["label"], match["id"])
-
-
-def write_marker(attempt: Attempt, body: dict[str, Any]) -> None:
-    """Make an attempt complete: write its marker, flush it, and read it back.
+def attempts(storage: Storage) -> list[Attempt]:
+    """Return every attempt of a storage, complete or not, the one of the highest rank first; none where it is missing.
 
     Raises:
-        VolumeError: The marker could not be written, or does not read back as written.
+        VolumeError: The storage cannot be listed.
     """
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), sort_keys=True)
-    data = (json.dumps({"digest": digest_bytes(text.encode())}) + "\n" + text).encode()
-    path = attempt.folder / "_bridge.0.json"
     try:
-        with open(path, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        written = path.read_bytes()
+        names = with_retries(lambda: [entry.name for entry in storage.list() if entry.is_folder])
+    except (FileNotFoundError, NotADirectoryError):
+        return []
     except OSError as exc:
-        raise VolumeError(f"the marker {path} cannot be written: {exc.strerror}.") from exc
-    if written != data:
-        raise VolumeError(f"the marker {path} does not read back as it was written.")
+        raise VolumeError(f"{storage} cannot be listed: {exc.strerror or exc}.") from exc
+    found = (Attempt.parse(name) for name in names)
+    return sorted((attempt for attempt in found if attempt is not None), key=lambda attempt: attempt.rank)
 
 
-def read_marker(folder: Path) -> dict[str, Any] | None:
-    """Return the body of a folder's marker, None where there is none that is whole."""
-    names = sorted(os.listdir(folder)) if folder.is_dir() else []
-    for name in filter(_MARKER.fullmatch, names):
+def complete_attempts(storage: Storage, label: str | None = None) -> Iterator[tuple[Attempt, dict[str, Any]]]:
+    """Yield the complete attempts of a storage with what their markers say, the one that readers pick first.
+
+    Raises:
+        VolumeError: The storage cannot be listed, or a marker that is there cannot be read.
+    """
+    for attempt in attempts(storage):
+        if label is None or attempt.label == label:
+            body = read_marker(storage, attempt.name)
+            if body is not None:
+                yield attempt, body
+
+
+def is_marker(name: str) -> bool:
+    """Return whether a file of this name makes its folder complete."""
+    return _MARKER.fullmatch(name) is not None
+
+
+def encode_marker(body: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a marker: a line with the digest of the rest, and the rest, both JSON."""
+    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
+    return json.dumps({"digest": digest_bytes(text)}).encode() + b"\n" + text
+
+
+def decode_marker(data: bytes) -> dict[str, Any] | None:
+    """Return what a marker says, None where it is not whole."""
+    head, _, text = data.partition(b"\n")
+    try:
+        if json.loads(head)["digest"] != digest_bytes(text):
+            return None
+        body: dict[str, Any] = json.loads(text)
+    except (ValueError, KeyError, TypeError):
+        return None
+    return body
+
+
+def read_marker(storage: Storage, folder: str = "") -> dict[str, Any] | None:
+    """Return the body of a folder's marker, None where there is none that is whole.
+
+    Raises:
+        VolumeError: A marker is there and cannot be read.
+    """
+    try:
+        # mostly there, and seen by name before a listing shows it
+        first = _read_one(storage, _within(folder, "_bridge.0.json"))
+        if first is not None:
+            return first
+        names = with_retries(lambda: sorted(entry.name for entry in storage.list(folder) if is_marker(entry.name)))
+        found = (_read_one(storage, _within(folder, name)) for name in names)
+        return next((body for body in found if body is not None), None)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as exc:
+        raise VolumeError(f"the marker of {storage}/{folder} cannot be read: {exc.strerror or exc}.") from exc
+
+
+def _read_one(storage: Storage, name: str) -> dict[str, Any] | None:
+    try:
+        return decode_marker(with_retries(lambda: storage.read(name)))
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+
+
+def _write_marker(storage: Storage, folder: str, data: bytes) -> None:
+    """Write a marker; one that fails is tried again under a new name, since its own may hold a part for good."""
+    problem = "it does not read back as it was written"
+    for number in range(_MARKER_TRIES):
+        name = _within(folder, f"_bridge.{number}.json")
         try:
-            head, _, text = (folder / name).read_bytes().partition(b"\n")
-            if json.loads(head)["digest"] == digest_bytes(text):
-                body: dict[str, Any] = json.loads(text)
-                return body
-        # FileNotFoundError: its writer has discarded the attempt meanwhile
-        except (ValueError, KeyError, TypeError, FileNotFoundError):
-            continue
-    return None
+            storage.write(name, [data])
+            if _reads_back(storage, name, data):
+                return
+        except FileExistsError:
+            problem = f"{name} is there already"
+        except OSError as exc:
+            if not is_transient(exc):
+                raise VolumeError(f"the marker {storage}/{name} cannot be written: {exc.strerror or exc}.") from exc
+            problem = exc.strerror or str(exc)
+            time.sleep(0.1 * 2**number)
+    raise VolumeError(f"no marker could be written to {storage}/{folder} in {_MARKER_TRIES} tries: {problem}.")
 
 
-def complete_attempts(parent: Path, label: str | None = None) -> Iterator[tuple[Attempt, dict[str, Any]]]:
-    """Yield the complete attempts of `parent` with what their markers say, the one that readers pick first."""
-    chosen = (attempt for attempt in attempts(parent) if label is None or attempt.label == label)
-    for attempt in sorted(chosen, key=lambda attempt: attempt.rank):
-        body = read_marker(attempt.folder)
-        if body is not None:
-            yield attempt, body
+def _reads_back(storage: Storage, name: str, data: bytes) -> bool:
+    deadline = time.monotonic() + _READ_BACK_S
+    while True:
+        with contextlib.suppress(FileNotFoundError):
+            if with_retries(lambda: storage.read(name)) == data:
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
 
 
-def discard(attempt: Attempt) -> None:
-    """Delete what an attempt of ours that failed has written: its marker first, so that no reader sees a part."""
-    if not attempt.folder.is_dir():
+def delete_attempt(storage: Storage, attempt: Attempt) -> None:
+    """Delete an attempt, its markers first, so that nobody sees a part as the whole.
+
+    Raises:
+        VolumeError: Something of it could not be deleted. It is not complete any more unless the message says so.
+    """
+    folder = attempt.name
+    try:
+        # by name too: a listing may not show a marker yet
+        with_retries(lambda: storage.delete(f"{folder}/_bridge.0.json"))
+        for entry in _listed(storage, folder):
+            if is_marker(entry):
+                with_retries(lambda entry=entry: storage.delete(f"{folder}/{entry}"))  # type: ignore[misc]
+    except NotADirectoryError:
         return
-    for path in sorted(
-        attempt.folder.rglob("*"), key=lambda path: (not _MARKER.fullmatch(path.name), -len(path.parts))
-    ):
-        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
-    attempt.folder.rmdir()
+    except OSError as exc:
+        raise VolumeError(
+            f"{storage}/{folder} cannot be deleted: {exc.strerror or exc}.\n  It may still be complete."
+        ) from exc
+    try:
+        with_retries(lambda: _delete_tree(storage, folder))
+    except OSError as exc:
+        raise VolumeError(
+            f"{storage}/{folder} is not complete any more, but not all of it could be deleted: {exc.strerror or exc}."
+        ) from exc
+
+
+def _listed(storage: Storage, folder: str) -> list[str]:
+    try:
+        return [entry.name for entry in storage.list(folder)]
+    except FileNotFoundError:
+        return []
+
+
+def _delete_tree(storage: Storage, folder: str) -> None:
+    try:
+        entries = list(storage.list(folder))
+    except FileNotFoundError:
+        return
+    for entry in entries:
+        if entry.is_folder and not entry.is_link:
+            _delete_tree(storage, f"{folder}/{entry.name}")
+        else:
+            storage.delete(f"{folder}/{entry.name}")
+    storage.delete_folder(folder)
+
+
+def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attempt]:
+    """Delete the attempts that are neither complete nor leased and began more than `grace_s` ago; return them.
+
+    Leases that nobody renews are deleted too.
+
+    Raises:
+        VolumeError: The storage cannot be listed or written.
+    """
+    found = attempts(storage)
+    if not found:
+        return []
+    now_ns = storage_time_ns(storage)
+    leased = leased_ids(storage, now_ns=now_ns, grace_s=grace_s)
+    collected = []
+    for attempt in found:
+        state = judge(
+            attempt,
+            has_marker=False,
+            is_leased=attempt.attempt_id in leased,
+            now_ns=now_ns,
+            grace_s=grace_s,
+        )
+        # the marker is read last: whoever is leased or young costs nothing
+        if state is State.DEAD and read_marker(storage, attempt.name) is None:
+            delete_attempt(storage, attempt)
+            collected.append(attempt)
+    drop_stale_leases(storage, now_ns=now_ns, grace_s=grace_s)
+    return collected
+
+
+def _within(folder: str, name: str) -> str:
+    return f"{folder}/{name}" if folder else name

@@ -25,10 +25,11 @@ from bridge.volumes.path import is_mounted, locate
 T = TypeVar("T")
 
 _BLOCK = 8 << 20
-# what a mount over a network answers for a while and then no more
+# what a mount over a network answers for a while and then no more; ENOTEMPTY where a listing lags behind a deletion
 _TRANSIENT = {
     errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO,
     errno.ECONNRESET, errno.ECONNABORTED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EPIPE,
+    errno.ENOTEMPTY,
 }  # fmt: skip
 _RETRY_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}

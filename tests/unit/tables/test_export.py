@@ -14,8 +14,9 @@ from bridge.errors import ConfigError, ExportError, ExportNotFoundError, VolumeE
 from bridge.spark.engines import Pin
 from bridge.spark.write import Written
 from bridge.tables.publish import _counted, export_folder, find_reusable, identity, shape
-from bridge.volumes.commit import Attempt, complete_attempts, write_marker
+from bridge.volumes.commit import begin, complete_attempts
 from bridge.volumes.path import locate
+from bridge.volumes.storage import LocalStorage
 from tests.exports import make_export
 
 TABLE = pa.table({"n": range(10)})
@@ -219,10 +220,10 @@ def test_a_folder_of_one_export_must_be_the_one_asked_for(tmp_path: Path) -> Non
 
 def test_a_newer_format_is_told(tmp_path: Path) -> None:
     folder, manifest = make_export(tmp_path / "t", [TABLE])
-    ((attempt, body),) = complete_attempts(tmp_path / "t")
-    newer = Attempt(tmp_path / "t" / f"00000009-a-{attempt.attempt_id}", 9, "a", attempt.attempt_id)
-    newer.folder.mkdir()
-    write_marker(newer, {**body, "format_version": 99})
+    storage = LocalStorage(tmp_path / "t")
+    ((_, body),) = complete_attempts(storage)
+    with begin(storage, "a") as newer:
+        newer.commit({**body, "format_version": 99}, {})
 
     with pytest.raises(ExportError, match="has manifest format 99; this version reads 1"):
         bridge.open_export(tmp_path)

@@ -1,0 +1,163 @@
+"""Leases: small files that whoever works on an attempt renews, so that nobody takes it for garbage.
+
+A renewal ("beat") is a new file `_leases/<attempt id>.<holder>.<n>`, since a volume cannot append or touch. The last
+two stay, so that a listing that lags by less than a beat always shows one. How old a beat is, the storage's own clock
+says: the clocks of two machines need not agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import secrets
+import threading
+import time
+
+from bridge.errors import VolumeError
+from bridge.volumes.storage import Storage, with_retries
+
+GRACE_S = 3600.0
+
+_FOLDER = "_leases"
+_BEAT = re.compile(r"(?P<id>[0-9a-f]{12})\.(?P<holder>[0-9a-f]{12})\.\d{1,9}")
+_CLOCK = re.compile(r"clock\.[0-9a-f]{12}")
+_BEAT_S = 20.0
+_KEPT = 2
+
+
+def is_lease(path: str) -> bool:
+    """Return whether a file at `path` is a beat of a lease, or a look at the clock."""
+    folder, _, name = path.rpartition("/")
+    return folder.rpartition("/")[2] == _FOLDER and bool(_BEAT.fullmatch(name) or _CLOCK.fullmatch(name))
+
+
+class Lease:
+    """A lease on one attempt: from `start` on it is renewed in the background, until `end`."""
+
+    def __init__(
+        self, storage: Storage, attempt_id: str, *, beat_s: float = _BEAT_S, lapse_s: float = GRACE_S / 2
+    ) -> None:
+        self._storage = storage
+        self._stem = f"{_FOLDER}/{attempt_id}.{secrets.token_hex(6)}"
+        self._beat_s = beat_s
+        self._lapse_s = lapse_s
+        self._count = 0
+        self._renewed = 0.0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._renew, name="bridge-lease", daemon=True)
+        self.started_ns = 0
+
+    def start(self) -> None:
+        """Write the first beat; its time by the storage's clock is `started_ns`.
+
+        Raises:
+            OSError: The storage cannot be written.
+        """
+        self._storage.make_folder(_FOLDER)
+        self._beat()
+        self.started_ns = _time_of_new(self._storage, f"{self._stem}.1")
+        self._thread.start()
+
+    def check(self) -> None:
+        """Check that it never went unrenewed for so long that somebody may have collected the attempt.
+
+        Raises:
+            VolumeError: It did.
+        """
+        idle_s = _uptime() - self._renewed
+        if idle_s > self._lapse_s:
+            raise VolumeError(
+                f"the lease {self._storage}/{self._stem} was not renewed for {idle_s:,.0f} s: this process stood "
+                "still, or the volume could not be written.\n"
+                "  What it was writing may have been collected; write it again."
+            )
+
+    def end(self) -> None:
+        """Stop renewing, and delete the beats; those that cannot be deleted grow old."""
+        self._ended.set()
+        self._thread.join()
+        for number in range(max(1, self._count - _KEPT), self._count + 1):
+            with contextlib.suppress(OSError):
+                self._storage.delete(f"{self._stem}.{number}")
+
+    def _renew(self) -> None:
+        while not self._ended.wait(self._beat_s):
+            # a volume that is away for a while does not end the lease; `check` tells when it was too long
+            with contextlib.suppress(OSError):
+                self._beat()
+
+    def _beat(self) -> None:
+        self._count += 1
+        self._storage.write(f"{self._stem}.{self._count}", [b""])
+        lapsed = self._renewed and _uptime() - self._renewed > self._lapse_s
+        # a lease that lapsed once stays so
+        self._renewed = self._renewed if lapsed else _uptime()
+        if self._count > _KEPT:
+            self._storage.delete(f"{self._stem}.{self._count - _KEPT}")
+
+
+def leased_ids(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> set[str]:
+    """Return the ids of the attempts that have a beat younger than `grace_s`.
+
+    Args:
+        now_ns: The storage's time, as by `storage_time_ns`.
+    """
+    return {attempt_id for attempt_id, age_s in _beats(storage, now_ns).values() if attempt_id and age_s < grace_s}
+
+
+def drop_stale_leases(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> None:
+    """Delete the beats that are older than `grace_s`, and what looks at the clock left."""
+    for name, (_, age_s) in _beats(storage, now_ns).items():
+        if age_s >= grace_s:
+            storage.delete(f"{_FOLDER}/{name}")
+
+
+def storage_time_ns(storage: Storage) -> int:
+    """Return the time by the clock that stamps the storage's files, in nanoseconds since 1970.
+
+    Raises:
+        VolumeError: The storage cannot be written.
+    """
+    name = f"{_FOLDER}/clock.{secrets.token_hex(6)}"
+    try:
+        storage.make_folder(_FOLDER)
+        storage.write(name, [b""])
+        try:
+            return _time_of_new(storage, name)
+        finally:
+            storage.delete(name)
+    except OSError as exc:
+        raise VolumeError(f"{storage} cannot be written: {exc.strerror or exc}.") from exc
+
+
+def _beats(storage: Storage, now_ns: int) -> dict[str, tuple[str, float]]:
+    """Return the attempt id ("" for a look at the clock) and the age in seconds of every file of ours, by name."""
+    found = {}
+    try:
+        entries = with_retries(lambda: list(storage.list(_FOLDER)))
+    except FileNotFoundError:
+        return {}
+    for entry in entries:
+        match = _BEAT.fullmatch(entry.name)
+        if match or _CLOCK.fullmatch(entry.name):
+            with contextlib.suppress(FileNotFoundError):  # renewed meanwhile: a younger one is there
+                written_ns = entry.mtime_ns or _time_of(storage, f"{_FOLDER}/{entry.name}")
+                found[entry.name] = (match["id"] if match else "", (now_ns - written_ns) / 1e9)
+    return found
+
+
+def _time_of(storage: Storage, name: str) -> int:
+    mtime_ns = with_retries(lambda: storage.status(name)).mtime_ns
+    return time.time_ns() if mtime_ns is None else mtime_ns
+
+
+def _time_of_new(storage: Storage, name: str) -> int:
+    try:
+        return _time_of(storage, name)
+    except FileNotFoundError:  # a mount that shows it later
+        return time.time_ns()
+
+
+def _uptime() -> float:
+    # goes on while the process or the machine is stopped
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()

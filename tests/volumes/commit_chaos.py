@@ -1,0 +1,174 @@
+"""Writers of attempts that are killed, and what must be so afterwards."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from bridge.volumes.commit import (
+    Attempt,
+    attempts,
+    begin,
+    collect_garbage,
+    complete_attempts,
+    delete_attempt,
+)
+from bridge.volumes.digest import digest_bytes
+from bridge.volumes.storage import LocalStorage, Storage
+
+Report = Callable[[str], None]
+
+
+def commit_round(folder: Path, seed: int, *, writers: int = 2, longest_s: float = 0.08) -> int:
+    """Kill writers at random moments, then check; return how many attempts they had completed.
+
+    Raises:
+        AssertionError: An attempt is half visible or lost, or garbage stays.
+    """
+    rng = random.Random(seed)
+    children = [_forked(lambda report, n=n: _write_on(LocalStorage(folder), seed * 10 + n, report)) for n in range(writers)]
+    events: list[str] = []
+    for pid, reader in children:
+        time.sleep(rng.uniform(0, longest_s))
+        os.kill(pid, signal.SIGKILL)
+        events += _ended(pid, reader, expected=-signal.SIGKILL)
+    _check(LocalStorage(folder), events)
+    return sum(event.startswith("committed") for event in events)
+
+
+def kill_at_every_step(folder: Path) -> int:
+    """Kill a writer before, in and after each of its effects in turn, then check each time; return how many there were.
+
+    Raises:
+        AssertionError: As of `commit_round`.
+    """
+    storage = LocalStorage(folder)
+    events = _run_to_end(lambda report: _write_one(storage, random.Random(0), report))
+    for step in itertools.count():
+        killing = Killing(storage, step)
+        pid, reader = _forked(lambda report, killing=killing: _write_one(killing, random.Random(step), report))
+        more, status = _events_and_status(pid, reader)
+        events += more
+        _check(storage, events)
+        if status == 0:
+            return step
+        assert status == -signal.SIGKILL, status
+    raise AssertionError
+
+
+class Killing:
+    """A storage that kills its process at one of its effects: 3 k before the k-th, 3 k + 1 in it, 3 k + 2 after it."""
+
+    def __init__(self, storage: Storage, step: int) -> None:
+        self._storage = storage
+        self._left = step
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._storage, name)
+        if name not in ("write", "delete", "make_folder", "delete_folder"):
+            return method
+
+        def effect(*args: Any) -> None:
+            self._step()
+            if name == "write" and self._left == 0:
+                args = (args[0], _half_then_die(args[1]))
+            self._step()
+            method(*args)
+            self._step()
+
+        return effect
+
+    def __str__(self) -> str:
+        return str(self._storage)
+
+    def _step(self) -> None:
+        if self._left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._left -= 1
+
+
+def _half_then_die(blocks: Iterable[bytes]) -> Iterator[bytes]:
+    whole = b"".join(blocks)
+    yield whole[: len(whole) // 2]
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _write_on(storage: Storage, seed: int, report: Report) -> None:
+    rng = random.Random(seed)
+    while True:
+        _write_one(storage, rng, report)
+
+
+def _write_one(storage: Storage, rng: random.Random, report: Report) -> None:
+    """Write an attempt, then keep the best two and collect what the dead left."""
+    with begin(storage, "chaos") as opened:
+        storage.make_folder(opened.name)
+        files = {f"part-{number}": rng.randbytes(rng.choice((0, 1, 4096, 300_000))) for number in range(rng.randint(1, 3))}
+        for name, content in files.items():
+            storage.write(f"{opened.name}/{name}", [content[:1000], content[1000:]])
+        body = {"files": {name: [len(content), digest_bytes(content)] for name, content in files.items()}}
+        opened.commit(body, {name: len(content) for name, content in files.items()})
+    report(f"committed {opened.name}")
+    for attempt, _ in list(complete_attempts(storage))[2:]:
+        report(f"deleting {attempt.name}")
+        delete_attempt(storage, attempt)
+    collect_garbage(storage, grace_s=3600)
+
+
+def _check(storage: Storage, events: list[str]) -> None:
+    visible: dict[str, Attempt] = {}
+    for attempt, body in complete_attempts(storage):
+        visible[attempt.name] = attempt
+        for name, (num_bytes, digest) in body["files"].items():
+            content = storage.read(f"{attempt.name}/{name}")
+            assert (len(content), digest_bytes(content)) == (num_bytes, digest), f"half visible: {attempt.name}/{name}"
+    done = {name for kind, name in map(str.split, events) if kind == "committed"}
+    deleted = {name for kind, name in map(str.split, events) if kind == "deleting"}
+    assert not (lost := done - deleted - set(visible)), f"lost: {lost}"
+
+    collect_garbage(storage, grace_s=0)
+
+    kept = {attempt.name for attempt in attempts(storage)}
+    assert kept == set(visible), f"garbage: {kept - set(visible)}; collected: {set(visible) - kept}"
+    assert not (stale := [entry.name for entry in storage.list("_leases")]), f"leases: {stale}"
+    assert not (others := {entry.name for entry in storage.list()} - kept - {"_leases"}), f"others: {others}"
+
+
+def _forked(work: Callable[[Report], None]) -> tuple[int, int]:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(writer)
+        return pid, reader
+    try:
+        os.close(reader)
+        work(lambda line: os.write(writer, f"{line}\n".encode()) and None)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)
+
+
+def _events_and_status(pid: int, reader: int) -> tuple[list[str], int]:
+    with open(reader, encoding="utf-8") as lines:
+        events = lines.read().splitlines()
+    return events, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _ended(pid: int, reader: int, *, expected: int) -> list[str]:
+    events, status = _events_and_status(pid, reader)
+    assert status == expected, f"the writer ended with {status}"
+    return events
+
+
+def _run_to_end(work: Callable[[Report], None]) -> list[str]:
+    return _ended(*_forked(work), expected=0)
