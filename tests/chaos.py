@@ -18,7 +18,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=1000, help="how many kills in all")
     parser.add_argument("--seed", type=int, help="of the first round; what a failed run printed")
-    parser.add_argument("--on-volume", action="store_true", help="on a FUSE volume instead of the disk")
+    place_of = parser.add_mutually_exclusive_group()
+    place_of.add_argument("--on-disk", action="store_false", dest="on_volume", help="the default")
+    place_of.add_argument("--on-volume", action="store_true", help="on a FUSE volume")
     asked = parser.parse_args()
     seed = secrets.randbelow(10**6) if asked.seed is None else asked.seed
     print(f"seed {seed}", flush=True)
@@ -32,7 +34,9 @@ def main() -> None:
         print(f"commit: killed at each of {steps} steps", flush=True)
         committed = sum(commit_round(place, seed + number) for number in range(asked.rounds // 2))
         kills = 2 * (asked.rounds // 2)
-        print(f"commit: {kills} random kills, {committed} attempts completed by then, 0 half visible, 0 lost, no garbage")
+        print(
+            f"commit: {kills} random kills, {committed} attempts completed by then, 0 half visible, 0 lost, no garbage"
+        )
         print(f"{time.monotonic() - began:.0f} s")
 
 

@@ -1,15 +1,10 @@
 """Local copies of files on volumes, one for each node, however many processes ask.
 
-An entry is a folder `files/<digest>.<bytes>`, named for what it holds: the digest of its record, which says of what file
-and in what state it is a copy. It holds that record, written last, and the copy under the name of its file in a folder
-named as the file's own, so that code finds the label and the suffix where it looks for them. An entry is believed where
-the record is what the name says and the copy has all its bytes. Files are only created, written once and deleted;
-file systems that refuse all else can hold the cache.
-
-Whoever writes or deletes an entry holds the lock of its folder alone. Whoever hands it out holds the lock too, with others,
-while it checks that the entry is there and writes its key to its pin; whoever deletes it reads the pins after it has the
-lock. So one of two comes first: the pin, which the deletion then sees, or the deletion, after which the entry isn't there
-to be handed out.
+An entry is a folder `files/<digest>.<bytes>`. It holds a record, which says what file in what state it is a copy of,
+and the copy itself, under its file's own name in a folder named as the file's own: code that takes a label from the one
+and a suffix from the other goes on to work. The record is written last. An entry is believed where its record has the
+digest that the folder is named for and the copy has all its bytes; anything else is garbage. Files are only created,
+written once and deleted, so that a file system that refuses all else can hold a cache.
 """
 
 from __future__ import annotations
@@ -18,8 +13,11 @@ import contextlib
 import errno
 import fcntl
 import functools
+import io
 import json
+import math
 import os
+import secrets
 import shutil
 import threading
 import time
@@ -33,13 +31,11 @@ from typing import Any, Self
 from bridge.display import format_bytes
 from bridge.errors import VolumeError
 from bridge.volumes.digest import digest_bytes
-from bridge.volumes.pins import Pin, Pins, is_still_at, locked
-from bridge.volumes.storage import Entry, Storage, with_retries
+from bridge.volumes.pins import Pin, Pins, StalledError, hold_folder
+from bridge.volumes.source import ChangedError, Source, find_source
+from bridge.volumes.storage import Entry, Storage
 
 _RECORD = "entry.json"
-_BLOCK = 4 << 20
-_LONGEST_POLL_S = 0.02
-_STALLED_S = 60.0  # how long a copy that another makes may stand still
 _FULL_S = 10.0  # how long a full cache is left alone
 _TRIES = 5  # how often a file may change while it is copied
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
@@ -100,11 +96,10 @@ class FileCache:
         """Yield the files of which there is a whole copy, in no order."""
         for key, _ in self._list():
             with contextlib.suppress(OSError, ValueError, TypeError):
-                record = _read_record(f"{self._files}/{key}")
-                copy = _Copy(self._files, *json.loads(record))
+                copy = _Copy(self._files, *json.loads(_read(f"{self._files}/{key}/{_RECORD}")))
                 # equal also means that no byte of the record is damaged, since its digest is in the name
                 if copy.key == key and copy.is_whole():
-                    used = os.stat(f"{copy.folder}/{_RECORD}").st_mtime_ns
+                    used = os.stat(copy.record_path).st_mtime_ns
                     yield CachedFile(copy.address, copy.num_bytes, used, Path(copy.path))
 
     def clear(self) -> Cleared:
@@ -117,20 +112,21 @@ class FileCache:
         freed = [size for key, size in self._list() if self._delete(key, pins)]
         return Cleared(len(freed), sum(freed), tuple(self.entries()))
 
-    def _fetch(self, copy: _Copy, storage: Storage, name: str, pin: Pin) -> None:
+    def _fetch(self, copy: _Copy, source: Source, pin: Pin) -> None:
         """Hold a whole copy of a file, made if it is not there.
 
         Raises:
             _UnservedError: The cache cannot keep it.
-            _ChangedError: The file is not in the state to be copied.
+            StalledError: Another process copies it, and stands still.
+            ChangedError: The file is no longer in that state.
             VolumeError: The file cannot be read.
         """
-        # OSError: there is no such entry, or it can't be pinned; why not shows below
-        with contextlib.suppress(OSError), _hold_lock(copy.folder, fcntl.LOCK_SH, grows=copy.path):
+        # OSError: there is no such entry, or it cannot be pinned, for a reason that shows below
+        with contextlib.suppress(OSError), hold_folder(copy.folder, fcntl.LOCK_SH, grows=copy.path):
             if copy.is_whole():
                 pin.hold(copy.key)
                 with contextlib.suppress(OSError):
-                    os.utime(f"{copy.folder}/{_RECORD}")
+                    os.utime(copy.record_path)
                 return
         if copy.num_bytes > self.max_bytes:
             raise _UnservedError(
@@ -141,9 +137,9 @@ class FileCache:
             if time.monotonic() < ledger.full_until:
                 raise _UnservedError(self._fullness())
             try:
-                with _hold_lock(copy.folder, fcntl.LOCK_EX, grows=copy.path, make=True):
+                with hold_folder(copy.folder, fcntl.LOCK_EX, grows=copy.path, make=True):
                     if not copy.is_whole():
-                        self._fill(copy, storage, name)
+                        self._fill(copy, source)
                     pin.hold(copy.key)
                 return
             except VolumeError:
@@ -151,30 +147,30 @@ class FileCache:
             except OSError as exc:
                 if exc.errno not in _NO_ROOM:
                     raise _UnservedError(f"it cannot be used: {exc.strerror}") from exc
-                if is_last:
-                    raise _UnservedError(self._fullness()) from exc
-            # the disk has less room than it said
-            with ledger.lock:
-                self._evict(copy.num_bytes)
+                with ledger.lock:
+                    if is_last:
+                        ledger.full_until = time.monotonic() + _FULL_S
+                        raise _UnservedError(self._fullness()) from exc
+                    # the disk has less room than it said
+                    self._evict(copy.num_bytes, spare=ledger.total // 10)
 
-    def _fill(self, copy: _Copy, storage: Storage, name: str) -> None:
+    def _fill(self, copy: _Copy, source: Source) -> None:
         _empty(copy.folder)  # of what a killed process left
         try:
             self._make_room(copy.num_bytes)
             os.mkdir(os.path.dirname(copy.path))
             with open(copy.path, "xb", buffering=0) as file:
-                for block in _read_blocks(storage, name, copy):
-                    _write(file.fileno(), block)
+                for block in source.read_blocks():
+                    _write(file, block)
                     # others may fill the disk at the same time
-                    if self._missing_on_disk(0) > 0:
+                    if self._free_bytes() < self.min_free_bytes:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            now = read_status(storage, name)
-            if (now.num_bytes, now.mtime_ns) != copy.state:
-                raise _ChangedError
-            # not flushed to the disk: after a crash of the machine a copy whose bytes were not written is too short,
-            # as long as the disk is not told its length beforehand
-            with open(f"{copy.folder}/{_RECORD}", "xb", buffering=0) as file:
-                _write(file.fileno(), copy.record)
+            if not source.is_unchanged():
+                raise ChangedError
+            # Not flushed to the disk. After a crash of the machine, a copy whose bytes were lost is too short, as file
+            # systems note the length after the bytes; they would not if the room were allocated beforehand.
+            with open(copy.record_path, "xb", buffering=0) as file:
+                _write(file, copy.record)
         except BaseException:
             with contextlib.suppress(OSError):
                 _empty(copy.folder)
@@ -182,42 +178,41 @@ class FileCache:
             raise
 
     def _make_room(self, num_bytes: int) -> None:
-        """Return when there is room for a copy whose folder is there, and so is already counted by a scan.
+        """Return when there is room for a copy whose folder is there, so that scans count it.
 
         Raises:
-            _UnservedError: There is none, since all copies are in use.
+            _UnservedError: All that could make room is in use.
         """
         ledger = self._ledger()
         with ledger.lock:
             ledger.total += num_bytes
             ledger.unscanned += num_bytes
-            # 64 processes that copy at the same time do not pass max_bytes
+            # so 64 processes that copy at the same time do not pass max_bytes
             if 64 * ledger.unscanned >= ledger.room:
                 self._scan(ledger)
             missing = self._missing(ledger, num_bytes)
-            if missing <= 0:
-                return
-            self._evict(missing, spare=ledger.total // 10)
-            self._scan(ledger)
-            if self._missing(ledger, num_bytes) > 0:
-                ledger.full_until = time.monotonic() + _FULL_S
-                raise _UnservedError(self._fullness())
+            if missing > 0:
+                self._evict(missing, spare=ledger.total // 10)
+                self._scan(ledger)
+                if self._missing(ledger, num_bytes) > 0:
+                    ledger.full_until = time.monotonic() + _FULL_S
+                    raise _UnservedError(self._fullness())
 
     def _scan(self, ledger: _Ledger) -> None:
         ledger.total = sum(size for _, size in self._list())
         ledger.room = max(0, self.max_bytes - ledger.total)
         ledger.unscanned = 0
 
-    def _missing(self, ledger: _Ledger, num_bytes: int) -> int:
-        return max(ledger.total - self.max_bytes, self._missing_on_disk(num_bytes))
+    def _missing(self, ledger: _Ledger, num_bytes: int) -> float:
+        return max(ledger.total - self.max_bytes, num_bytes + self.min_free_bytes - self._free_bytes())
 
-    def _missing_on_disk(self, num_bytes: int) -> int:
+    def _free_bytes(self) -> float:
         disk = os.statvfs(self._files)
-        # some mounts tell nothing: all zeros
-        return num_bytes + self.min_free_bytes - disk.f_bavail * disk.f_frsize if disk.f_blocks else 0
+        # some mounts tell nothing, in zeros
+        return disk.f_bavail * disk.f_frsize if disk.f_blocks else math.inf
 
-    def _evict(self, num_bytes: int, *, spare: int = 0) -> None:
-        """Delete at least `num_bytes` of copies not in use, where there are, and then up to `spare` more."""
+    def _evict(self, num_bytes: float, *, spare: int) -> None:
+        """Delete the longest unused: at least `num_bytes` where so much is not in use, and then up to `spare` more."""
         found = []
         for key, size in self._list():
             try:
@@ -237,8 +232,8 @@ class FileCache:
         """Delete an entry; return False where it is in use or cannot be deleted."""
         folder = f"{self._files}/{key}"
         try:
-            with _hold_lock(folder, fcntl.LOCK_EX):
-                pins.refresh()  # with the lock: from now on nobody else can pin it
+            with hold_folder(folder, fcntl.LOCK_EX):
+                pins.refresh()  # with the lock: nobody pins it from now on
                 if key in pins.keys:
                     return False
                 _empty(folder)
@@ -258,32 +253,156 @@ class FileCache:
                     yield key, int(size)
 
     def _ledger(self) -> _Ledger:
-        # a lock that was held at the moment of a fork would stay so in the child
+        # by process: a lock that another thread holds at a fork stays locked in the child
         return self._ledgers.get(os.getpid()) or self._ledgers.setdefault(os.getpid(), _Ledger())
 
     def _fullness(self) -> str:
-        free = min(0, -self._missing_on_disk(0)) + self.min_free_bytes
+        free = self._free_bytes()
         return (
-            f"all that it holds is in use; max_bytes is {format_bytes(self.max_bytes)}, and of its disk "
-            f"{format_bytes(free)} are free, of which {format_bytes(self.min_free_bytes)} stay so"
+            f"all that it holds is in use; max_bytes is {format_bytes(self.max_bytes)}, and "
+            f"{format_bytes(self.min_free_bytes)} of its disk are kept free"
+            + (f" ({format_bytes(free)} are)" if free < math.inf else "")
         )
 
-    def _bypass(self, copy: _Copy, storage: Storage, name: str, reason: str) -> Path:
+    def _bypass(self, copy: _Copy, source: Source, reason: str) -> Path:
         """Return the file itself."""
-        if storage.folder is None:
+        advice = (
+            "\n  Raise cache_max_bytes (BRIDGE_CACHE_MAX_BYTES), or let cache_dir (BRIDGE_CACHE_DIR) be a folder on a "
+            "disk with more room."
+        )
+        if source.storage.folder is None:
             raise VolumeError(
                 f"{copy.address} ({format_bytes(copy.num_bytes)}) cannot be copied to the cache {self.folder}: "
-                f"{reason}.\n"
-                "  Raise cache_max_bytes (BRIDGE_CACHE_MAX_BYTES), or set cache_dir (BRIDGE_CACHE_DIR) to a folder on a "
-                "larger disk."
+                f"{reason}.{advice}"
             )
         ledger = self._ledger()
         if not ledger.has_warned:
             ledger.has_warned = True
             warnings.warn(
-                f"files are read from {storage}, not from the cache {self.folder}: {reason}.\n"
-                "  Raise cache_max_bytes (BRIDGE_CACHE_MAX_BYTES), or set cache_dir (BRIDGE_CACHE_DIR) to a folder on a "
-                "larger disk.",
+                f"files are read from {source.storage}, not from the cache {self.folder}: {reason}.{advice}",
                 stacklevel=3,
             )
-        return storage.folder / name
+        return source.storage.folder / source.name
+
+
+class Epoch:
+    """Files that stay in the cache until this is closed. May be used by several threads.
+
+    Also in processes that are forked or that it is pickled to, such as workers of a DataLoader: each then holds what it
+    fetched itself, until it closes it or ends. `close` concerns the process that calls it.
+    """
+
+    def __init__(self, cache: FileCache) -> None:
+        self._cache = cache
+        self._pins: dict[int, Pin] = {}
+        self._token = secrets.token_hex(8)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Epoch, (self._cache,)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def fetch(self, storage: Storage, name: str, status: Entry | None = None) -> Path:
+        """Return where to read a file: a copy of it in the cache, or the file itself where the cache cannot keep it.
+
+        A copy has the file's own name and lies in a folder named as the file's own.
+
+        Args:
+            storage: Where the file is.
+            name: Its name there.
+            status: What a listing told of it. None: looked up.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            IsADirectoryError: It is a folder.
+            VolumeError: It cannot be read, changes all the time, or cannot be kept and has no path of its own.
+        """
+        for _ in range(_TRIES):
+            source = find_source(storage, name, status)
+            # without a time a change might not show: such a copy is good for one epoch
+            state = self._token if source.mtime_ns is None else source.mtime_ns
+            copy = _Copy(self._cache._files, f"{storage}/{name}", source.num_bytes, state)
+            try:
+                self._cache._fetch(copy, source, self._pin())
+            except ChangedError:
+                status = None
+            except (_UnservedError, StalledError) as exc:
+                return self._cache._bypass(copy, source, str(exc))
+            else:
+                return Path(copy.path)
+        raise VolumeError(
+            f"{storage}/{name} changed {_TRIES} times while it was copied.\n"
+            "  Fetch it when nobody writes to it, or copy it elsewhere first."
+        )
+
+    def close(self) -> None:
+        """Let the files go that this process fetched."""
+        self._pin().close()
+
+    def _pin(self) -> Pin:
+        return self._pins.get(os.getpid()) or self._pins.setdefault(os.getpid(), Pin(self._cache._pins))
+
+
+class _Ledger:
+    """What one process knows of the cache without looking."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.total = 0  # bytes in the cache, as far as known
+        self.room = 0  # up to max_bytes, at the last scan
+        self.unscanned = 0  # bytes that this process copied since
+        self.full_until = 0.0
+        self.has_warned = False
+
+
+class _UnservedError(Exception):
+    """The cache cannot keep a file; says why."""
+
+
+class _Copy:
+    """Where the copy belongs of one file in one state, which is its time or what else tells it from others."""
+
+    def __init__(self, files: str, address: str, num_bytes: int, state: int | str) -> None:
+        self.address = address
+        self.num_bytes = num_bytes
+        self.record = json.dumps([address, num_bytes, state]).encode()
+        self.key = f"{digest_bytes(self.record)}.{num_bytes}"
+        self.folder = f"{files}/{self.key}"
+        self.record_path = f"{self.folder}/{_RECORD}"
+        folder, _, name = address.rpartition("/")
+        parent = folder.rpartition("/")[2]
+        self.path = f"{self.folder}/{'_' if parent in ('', '.', '..', _RECORD) else parent}/{name}"
+
+    def is_whole(self) -> bool:
+        try:
+            return _read(self.record_path) == self.record and os.stat(self.path).st_size == self.num_bytes
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+
+def _empty(folder: str) -> None:
+    """Delete what an entry holds: the record first, without which it counts for nothing."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(f"{folder}/{_RECORD}")
+    for name in os.listdir(folder):
+        shutil.rmtree(f"{folder}/{name}")
+
+
+def _read(path: str) -> bytes:
+    file = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(file, 1 << 16)
+    finally:
+        os.close(file)
+
+
+def _write(file: io.FileIO, data: bytes | memoryview) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]

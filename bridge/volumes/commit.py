@@ -28,7 +28,7 @@ from typing import Any
 from bridge.errors import VolumeError
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.lease import GRACE_S, Lease, drop_stale_leases, leased_ids, storage_time_ns
-from bridge.volumes.storage import Storage, is_transient, wait_for_files, with_retries
+from bridge.volumes.storage import Storage, is_transient, wait_for_files
 
 _NAME = re.compile(r"(?P<generation>\d{13})-(?P<label>[a-z0-9]{1,32})-(?P<id>[0-9a-f]{12})")
 _MARKER = re.compile(r"_bridge\.\d{1,3}\.json")
@@ -155,7 +155,7 @@ def attempts(storage: Storage) -> list[Attempt]:
         VolumeError: The storage cannot be listed.
     """
     try:
-        names = with_retries(lambda: [entry.name for entry in storage.list() if entry.is_folder])
+        names = [entry.name for entry in storage.list() if entry.is_folder]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as exc:
@@ -211,7 +211,7 @@ def read_marker(storage: Storage, folder: str = "") -> dict[str, Any] | None:
         first = _read_one(storage, _within(folder, "_bridge.0.json"))
         if first is not None:
             return first
-        names = with_retries(lambda: sorted(entry.name for entry in storage.list(folder) if is_marker(entry.name)))
+        names = sorted(entry.name for entry in storage.list(folder) if is_marker(entry.name))
         found = (_read_one(storage, _within(folder, name)) for name in names)
         return next((body for body in found if body is not None), None)
     except (FileNotFoundError, NotADirectoryError):
@@ -222,7 +222,7 @@ def read_marker(storage: Storage, folder: str = "") -> dict[str, Any] | None:
 
 def _read_one(storage: Storage, name: str) -> dict[str, Any] | None:
     try:
-        return decode_marker(with_retries(lambda: storage.read(name)))
+        return decode_marker(storage.read(name))
     except (FileNotFoundError, IsADirectoryError):
         return None
 
@@ -233,7 +233,8 @@ def _write_marker(storage: Storage, folder: str, data: bytes) -> None:
     for number in range(_MARKER_TRIES):
         name = _within(folder, f"_bridge.{number}.json")
         try:
-            storage.write(name, [data])
+            # an iterator: the storage shall not try again under this name
+            storage.write(name, iter([data]))
             if _reads_back(storage, name, data):
                 return
         except FileExistsError:
@@ -250,7 +251,7 @@ def _reads_back(storage: Storage, name: str, data: bytes) -> bool:
     deadline = time.monotonic() + _READ_BACK_S
     while True:
         with contextlib.suppress(FileNotFoundError):
-            if with_retries(lambda: storage.read(name)) == data:
+            if storage.read(name) == data:
                 return True
         if time.monotonic() > deadline:
             return False
@@ -266,10 +267,10 @@ def delete_attempt(storage: Storage, attempt: Attempt) -> None:
     folder = attempt.name
     try:
         # by name too: a listing may not show a marker yet
-        with_retries(lambda: storage.delete(f"{folder}/_bridge.0.json"))
+        storage.delete(f"{folder}/_bridge.0.json")
         for entry in _listed(storage, folder):
             if is_marker(entry):
-                with_retries(lambda entry=entry: storage.delete(f"{folder}/{entry}"))  # type: ignore[misc]
+                storage.delete(f"{folder}/{entry}")
     except NotADirectoryError:
         return
     except OSError as exc:
@@ -277,7 +278,7 @@ def delete_attempt(storage: Storage, attempt: Attempt) -> None:
             f"{storage}/{folder} cannot be deleted: {exc.strerror or exc}.\n  It may still be complete."
         ) from exc
     try:
-        with_retries(lambda: _delete_tree(storage, folder))
+        _delete_tree(storage, folder)
     except OSError as exc:
         raise VolumeError(
             f"{storage}/{folder} is not complete any more, but not all of it could be deleted: {exc.strerror or exc}."

@@ -14,7 +14,7 @@ import threading
 import time
 
 from bridge.errors import VolumeError
-from bridge.volumes.storage import Storage, with_retries
+from bridge.volumes.storage import Storage
 
 GRACE_S = 3600.0
 
@@ -134,7 +134,7 @@ def _beats(storage: Storage, now_ns: int) -> dict[str, tuple[str, float]]:
     """Return the attempt id ("" for a look at the clock) and the age in seconds of every file of ours, by name."""
     found = {}
     try:
-        entries = with_retries(lambda: list(storage.list(_FOLDER)))
+        entries = list(storage.list(_FOLDER))
     except FileNotFoundError:
         return {}
     for entry in entries:
@@ -147,7 +147,7 @@ def _beats(storage: Storage, now_ns: int) -> dict[str, tuple[str, float]]:
 
 
 def _time_of(storage: Storage, name: str) -> int:
-    mtime_ns = with_retries(lambda: storage.status(name)).mtime_ns
+    mtime_ns = storage.status(name).mtime_ns
     return time.time_ns() if mtime_ns is None else mtime_ns
 
 

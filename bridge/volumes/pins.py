@@ -1,7 +1,7 @@
-"""What is in use: locks that end with their owner, and files that say what their owner holds.
+"""What is in use: locks that end with their owner, and pins, which say what their owner holds.
 
-Each process writes the keys it holds to a file of its own, which it keeps locked. A file that nobody has locked is that of
-a process that ended. Only creating files and writing them front to back is relied on.
+A pin is a file to which a process writes the keys it holds, and which it keeps locked. One that nobody has locked is
+of a process that ended. Only creating files and writing them front to back is relied on.
 """
 
 from __future__ import annotations
@@ -12,29 +12,49 @@ import fcntl
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator
+
+_LONGEST_POLL_S = 0.02
+_STALLED_S = 60.0  # how long the owner of a lock may stand still
+_TRIES = 100  # to lock what others delete and make anew in between
+
+
+class StalledError(Exception):
+    """The owner of a lock does nothing; says who."""
 
 
 @contextlib.contextmanager
-def locked(file: int) -> Iterator[None]:
-    """Unlock an open file that was locked, and close it.
+def hold_folder(folder: str, how: int, *, grows: str | None = None, make: bool = False) -> Iterator[None]:
+    """Hold the lock of an entry's folder, which is there as long as it is held.
 
-    Closing alone would not do: a process that was forked meanwhile has the same lock open.
+    Args:
+        how: LOCK_SH or LOCK_EX.
+        grows: The file that others write under this lock: waits for them. None: does not wait.
+        make: Whether the folder is made.
+
+    Raises:
+        FileNotFoundError: There is no such folder.
+        BlockingIOError: Somebody else holds the lock.
+        StalledError: Somebody else holds the lock, and does nothing.
     """
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_UN)
-        os.close(file)
-
-
-def is_still_at(path: str, file: int) -> bool:
-    """Return whether `path` names the open file; it may have been deleted, and made anew, before it was locked."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(file))
-    except FileNotFoundError:
-        return False
+    for _ in range(_TRIES):
+        if make:
+            os.makedirs(os.path.dirname(folder), mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, 0o700)
+        try:
+            file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            if make:
+                continue
+            raise
+        with _unlocking(file):
+            _wait_for_lock(file, how, grows)
+            if _is_still_at(folder, file):
+                yield
+                return
+    raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), folder)
 
 
 class Pin:
@@ -69,7 +89,7 @@ class Pin:
         with self._lock:
             self._is_closed = True
             if self._file is not None:
-                with locked(self._file), contextlib.suppress(OSError):
+                with _unlocking(self._file), contextlib.suppress(OSError):
                     os.unlink(self._path)
                 self._file = None
 
@@ -80,7 +100,7 @@ class Pin:
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if is_still_at(path, file):
+                if _is_still_at(path, file):
                     return path, file
             except BlockingIOError:
                 pass  # `Pins` looked at it before it was locked, and took it for one whose owner ended
@@ -107,7 +127,7 @@ class Pins:
 
     def _read(self, path: str) -> None:
         file = os.open(path, os.O_RDONLY)
-        with locked(file):
+        with _unlocking(file):
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -119,3 +139,45 @@ class Pins:
                 self._ends[path] = start + end
             else:
                 os.unlink(path)
+
+
+def _wait_for_lock(file: int, how: int, grows: str | None) -> None:
+    delay, seen, deadline = 0.0005, -2, 0.0
+    while True:
+        try:
+            return fcntl.flock(file, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if grows is None:
+                raise
+        try:
+            size = os.stat(grows).st_size
+        except FileNotFoundError:
+            size = -1
+        if size != seen:
+            seen, deadline = size, time.monotonic() + _STALLED_S
+        elif time.monotonic() > deadline:
+            raise StalledError(f"another process that copies {os.path.basename(grows)} stands still")
+        time.sleep(delay)
+        delay = min(2 * delay, _LONGEST_POLL_S)
+
+
+@contextlib.contextmanager
+def _unlocking(file: int) -> Iterator[None]:
+    """Unlock a descriptor and close it at the end of the block.
+
+    Closing alone would not do: a process that was forked meanwhile has the same lock open.
+    """
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
+        os.close(file)
+
+
+def _is_still_at(path: str, file: int) -> bool:
+    """Return whether `path` names the open file; it may have been deleted, and made anew, before it was locked."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except FileNotFoundError:
+        return False

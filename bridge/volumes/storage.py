@@ -25,11 +25,10 @@ from bridge.volumes.path import is_mounted, locate
 T = TypeVar("T")
 
 _BLOCK = 8 << 20
-# what a mount over a network answers for a while and then no more; ENOTEMPTY where a listing lags behind a deletion
+# what a mount over a network answers for a while and then no more
 _TRANSIENT = {
     errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO,
     errno.ECONNRESET, errno.ECONNABORTED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EPIPE,
-    errno.ENOTEMPTY,
 }  # fmt: skip
 _RETRY_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}
@@ -81,7 +80,7 @@ class Storage(Protocol):
 
 
 class LocalStorage:
-    """A folder of a file system: a disk, or the mount of a volume."""
+    """A folder of a file system: a disk, or the mount of a volume. Errors that may pass are tried again for 3 s."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -100,55 +99,44 @@ class LocalStorage:
 
     def list(self, name: str = "") -> Iterator[Entry]:
         """Yield what a folder holds; links are told by what they lead to."""
-        with os.scandir(self.path(name)) as found:
-            for entry in found:
-                yield Entry(entry.name, entry.is_dir(), is_link=entry.is_symlink())
+
+        def scan() -> list[Entry]:
+            with os.scandir(self.path(name)) as found:
+                return [Entry(entry.name, entry.is_dir(), is_link=entry.is_symlink()) for entry in found]
+
+        return iter(with_retries(scan))
 
     def status(self, name: str) -> Entry:
         """Return size and time of what is at `name`, links followed."""
         path = self.path(name)
-        found = path.stat()
+        found = with_retries(path.stat)
         return Entry(path.name, stat.S_ISDIR(found.st_mode), found.st_size, found.st_mtime_ns)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return a range of a file."""
-        with open(self.path(name), "rb", buffering=0) as file:
-            stop = os.fstat(file.fileno()).st_size if stop is None else stop
-            parts = []
-            while start < stop and (part := os.pread(file.fileno(), min(_BLOCK, stop - start), start)):
-                parts.append(part)
-                start += len(part)
-        return b"".join(parts)
+        return with_retries(lambda: _read(self.path(name), start, stop))
 
     def write(self, name: str, blocks: Iterable[bytes | memoryview]) -> None:
-        """Write a new file, flushed to the disk together with its name."""
+        """Write a new file, flushed to the disk together with its name; only a list of blocks can be tried again."""
         path = self.path(name)
-        with open(path, "xb", buffering=0) as file:
-            try:
-                for block in blocks:
-                    view = memoryview(block).cast("B")
-                    while view.nbytes:
-                        view = view[file.write(view) :]
-                _sync(file.fileno())
-                file.close()
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    path.unlink()
-                raise
+        if isinstance(blocks, list):
+            with_retries(lambda: _write(path, blocks))
+        else:
+            _write(path, blocks)
         _sync_folder(path.parent)
 
     def delete(self, name: str) -> None:
         """Delete a file."""
-        self.path(name).unlink(missing_ok=True)
+        with_retries(lambda: self.path(name).unlink(missing_ok=True))
 
     def make_folder(self, name: str = "") -> None:
         """Make a folder and those above it."""
-        self.path(name).mkdir(parents=True, exist_ok=True)
+        with_retries(lambda: self.path(name).mkdir(parents=True, exist_ok=True))
 
     def delete_folder(self, name: str = "") -> None:
         """Delete an empty folder."""
         with contextlib.suppress(FileNotFoundError):
-            self.path(name).rmdir()
+            with_retries(self.path(name).rmdir)
 
 
 class FsspecStorage:
@@ -321,6 +309,32 @@ def with_retries(call: Callable[[], T]) -> T:
     return call()
 
 
+def _read(path: Path, start: int, stop: int | None) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        stop = os.fstat(file.fileno()).st_size if stop is None else stop
+        parts = []
+        while start < stop and (part := os.pread(file.fileno(), min(_BLOCK, stop - start), start)):
+            parts.append(part)
+            start += len(part)
+    return b"".join(parts)
+
+
+def _write(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
+    try:
+        with open(path, "xb", buffering=0) as file:
+            for block in blocks:
+                view = memoryview(block).cast("B")
+                while view.nbytes:
+                    view = view[file.write(view) :]
+            _sync(file.fileno())
+    except FileExistsError:
+        raise
+    except BaseException:
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise
+
+
 def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: float = 30.0) -> None:
     """Return when every file is there in full size; what was written may show late.
 
@@ -336,7 +350,7 @@ def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: flo
         delay = 0.01
         while True:
             try:
-                found = with_retries(lambda: storage.status(name)).num_bytes
+                found = storage.status(name).num_bytes
             except FileNotFoundError:
                 found = None
             if found == sizes[name]:

@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,9 @@ def commit_round(folder: Path, seed: int, *, writers: int = 2, longest_s: float 
         AssertionError: An attempt is half visible or lost, or garbage stays.
     """
     rng = random.Random(seed)
-    children = [_forked(lambda report, n=n: _write_on(LocalStorage(folder), seed * 10 + n, report)) for n in range(writers)]
+    children = [
+        _forked(lambda report, n=n: _write_on(LocalStorage(folder), seed * 10 + n, report)) for n in range(writers)
+    ]
     events: list[str] = []
     for pid, reader in children:
         time.sleep(rng.uniform(0, longest_s))
@@ -51,11 +54,9 @@ def kill_at_every_step(folder: Path) -> int:
         AssertionError: As of `commit_round`.
     """
     storage = LocalStorage(folder)
-    events = _run_to_end(lambda report: _write_one(storage, random.Random(0), report))
+    events = _ended(*_forked(partial(_write_one, storage, 0)), expected=0)
     for step in itertools.count():
-        killing = Killing(storage, step)
-        pid, reader = _forked(lambda report, killing=killing: _write_one(killing, random.Random(step), report))
-        more, status = _events_and_status(pid, reader)
+        more, status = _events_and_status(*_forked(partial(_write_one, Killing(storage, step), step)))
         events += more
         _check(storage, events)
         if status == 0:
@@ -102,16 +103,18 @@ def _half_then_die(blocks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _write_on(storage: Storage, seed: int, report: Report) -> None:
-    rng = random.Random(seed)
-    while True:
-        _write_one(storage, rng, report)
+    for number in itertools.count():
+        _write_one(storage, seed + number, report)
 
 
-def _write_one(storage: Storage, rng: random.Random, report: Report) -> None:
+def _write_one(storage: Storage, seed: int, report: Report) -> None:
     """Write an attempt, then keep the best two and collect what the dead left."""
+    rng = random.Random(seed)
     with begin(storage, "chaos") as opened:
         storage.make_folder(opened.name)
-        files = {f"part-{number}": rng.randbytes(rng.choice((0, 1, 4096, 300_000))) for number in range(rng.randint(1, 3))}
+        files = {
+            f"part-{number}": rng.randbytes(rng.choice((0, 1, 4096, 300_000))) for number in range(rng.randint(1, 3))
+        }
         for name, content in files.items():
             storage.write(f"{opened.name}/{name}", [content[:1000], content[1000:]])
         body = {"files": {name: [len(content), digest_bytes(content)] for name, content in files.items()}}
@@ -151,7 +154,7 @@ def _forked(work: Callable[[Report], None]) -> tuple[int, int]:
     try:
         os.close(reader)
         work(lambda line: os.write(writer, f"{line}\n".encode()) and None)
-    except BaseException:
+    except BaseException:  # noqa: BLE001  # whatever it is, the child ends here
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
@@ -168,7 +171,3 @@ def _ended(pid: int, reader: int, *, expected: int) -> list[str]:
     events, status = _events_and_status(pid, reader)
     assert status == expected, f"the writer ended with {status}"
     return events
-
-
-def _run_to_end(work: Callable[[Report], None]) -> list[str]:
-    return _ended(*_forked(work), expected=0)

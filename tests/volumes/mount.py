@@ -9,6 +9,7 @@ Needs /dev/fuse, gcc and libfuse3 with its headers, as the marker `fuse` says. W
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -19,7 +20,6 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal, TypedDict, Unpack
 
@@ -53,8 +53,8 @@ class Settings(TypedDict, total=False):
     """Bytes that can be stored through the mount until deletion gives room back; 0 is no limit."""
     free_bytes: int
     """Free bytes that statfs tells of, whatever is true; -1, the default, is the truth."""
-    refuse_times: int
-    """Whether utime fails with ENOSYS; 1 is the default."""
+    refuse_times: bool
+    """Whether utime fails with ENOSYS, which is the default. Changes of mode and owner are accepted without effect."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Volume:
         self.path = path
         """Where it is mounted."""
         self.backing = backing
-        """Where its files lie, without latencies and refusals. What is put there is there at once, and fills nothing."""
+        """Where its files lie, without latencies and refusals. What is put there takes none of the capacity."""
         self._process = process
         self._control = control
         self._replies = control.makefile("rb")
@@ -98,7 +98,7 @@ class Volume:
     def set(self, **settings: Unpack[Settings]) -> None:
         """Change settings; the next request sees the change, save for names that the kernel still remembers."""
         for name, value in settings.items():
-            self._tell(f"set {name} {int(value)}")  # type: ignore[call-overload]
+            self._tell(f"set {name} {value:d}")
 
     def fault(self, kind: Fault, *, times: int | None = None, match: str | bytes = b"") -> None:
         """Let requests fail with EIO.
@@ -157,24 +157,35 @@ class Volume:
 
     def _tell(self, command: str) -> list[str]:
         with self._lock:
-            self._control.sendall(command.encode() + b"\n")
-            answer = self._replies.readline().decode()
+            try:
+                self._control.sendall(command.encode() + b"\n")
+                answer = self._replies.readline().decode()
+            except ConnectionError:
+                answer = ""
+        if not answer:
+            raise ConnectionError(f"{self.path} is no longer served")
         state, *words = answer.split()
         if state != "ok":
-            raise ValueError(f"The volume refused {command!r}: {answer.strip()}")
+            raise ValueError(f"{command!r} is refused: {' '.join(words)}")
         return words
 
     def _close(self) -> None:
         """Let the server unmount and end, as it does when this process dies."""
+        with contextlib.suppress(OSError):  # the server may have ended before
+            self._control.shutdown(socket.SHUT_RDWR)  # which also counts where a forked process holds a copy
         self._replies.close()
         self._control.close()
-        _end(self._process)
+        try:
+            self._process.wait(_PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         if is_mounted(self.path):  # the server was killed, and left a mount that answers nothing
             subprocess.run(["fusermount3", "-uz", self.path], check=True)
         self.path.rmdir()
 
 
-@contextmanager
+@contextlib.contextmanager
 def mounted_volume(
     folder: Path, *, backing: Path | None = None, threads: int = 512, **settings: Unpack[Settings]
 ) -> Iterator[Volume]:
@@ -186,6 +197,7 @@ def mounted_volume(
         threads: How many requests are served, and slept on, at once.
         settings: See `Settings`.
     """
+    server = build_server()
     path = folder.absolute() / "volume"
     backing = (backing or folder / "backing").absolute()
     path.mkdir(parents=True)
@@ -193,7 +205,7 @@ def mounted_volume(
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [build_server(), backing, path, str(os.getpid()), str(threads)],
+            [server, backing, path, str(os.getpid()), str(threads)],
             stdin=theirs,
             stdout=theirs,
             start_new_session=True,  # an interrupt at the terminal is for the owner, which then unmounts
@@ -231,11 +243,3 @@ def is_mounted(path: Path) -> bool:
     escaped = re.sub(rb"[ \t\n\\]", lambda found: b"\\%03o" % ord(found[0]), os.fsencode(path))
     mounts = Path("/proc/self/mountinfo").read_bytes().splitlines()
     return any(mount.split(b" ")[4] == escaped for mount in mounts)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(_PATIENCE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()

@@ -119,7 +119,7 @@ enum { NOT_CREATED_HERE = 0, BEING_WRITTEN = -1 };
 struct node {
     char *path; /* from the root of the volume; nothing is ever renamed */
     ino_t inode;
-    bool is_gone;
+    atomic_bool is_gone;
     long long created_ns;  /* when it was closed for the first time, or one of the two above */
     long long stored;      /* bytes written through the mount that deletion gives back */
     long long reader_opens;
@@ -807,7 +807,7 @@ static void obey(const char *line) {
     } else {
         error = "no such command";
     }
-    error ? printf("error: %s\n", error) : printf("ok\n");
+    error ? printf("error %s\n", error) : printf("ok\n");
 }
 
 int main(int argc, char **argv) {

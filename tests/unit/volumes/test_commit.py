@@ -119,9 +119,7 @@ def test_a_marker_makes_an_attempt_complete(storage: Storage) -> None:
 def test_a_folder_that_is_one_attempt_is_read_by_itself(storage: Storage, tmp_path: Path) -> None:
     attempt = completed(storage)
     alone = (
-        LocalStorage(tmp_path / "root" / attempt.name)
-        if storage.folder
-        else open_storage(f"{storage}/{attempt.name}")
+        LocalStorage(tmp_path / "root" / attempt.name) if storage.folder else open_storage(f"{storage}/{attempt.name}")
     )
 
     assert read_marker(alone) == BODY
@@ -211,16 +209,13 @@ def test_an_attempt_without_a_whole_marker_does_not_hide_others(tmp_path: Path) 
 
 
 def test_a_marker_that_cannot_be_read_is_an_error_and_not_an_older_attempt(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
+    storage: Storage,
 ) -> None:
-    monkeypatch.setattr("bridge.volumes.storage._RETRY_DELAYS_S", (0.0, 0.0))
     completed(storage)
     newer = completed(storage)
 
     with pytest.raises(VolumeError, match=rf"the marker of .*/{newer.name} cannot be read: Input/output error"):
         next(complete_attempts(Failing(storage, "read", newer.name, errno.EIO)))  # type: ignore[arg-type]
-    twice = Failing(storage, "read", newer.name, errno.EIO, times=2)
-    assert next(complete_attempts(twice))[0] == newer  # type: ignore[arg-type]
     with pytest.raises(VolumeError, match="cannot be listed: Permission denied"):
         attempts(Failing(storage, "list", "", errno.EACCES))  # type: ignore[arg-type]
 
@@ -318,15 +313,20 @@ def test_a_marker_is_read_back(storage: Storage, monkeypatch: pytest.MonkeyPatch
 # committing
 
 
+def commit_other_sizes(storage: Storage, sizes: dict[str, int]) -> None:
+    with begin(storage, "a") as opened:
+        storage.make_folder(opened.name)
+        storage.write(f"{opened.name}/file", [b"abc"])
+        opened.commit(BODY, sizes, timeout_s=0.1)
+
+
 def test_files_are_seen_in_full_size_before_the_marker(storage: Storage) -> None:
     with pytest.raises(
         VolumeError, match=r"/file holds 3 bytes 0.1 s after 4 bytes were written\.\n  Another writer may use the same"
-    ), begin(storage, "a") as opened:  # fmt: skip
-        storage.make_folder(opened.name)
-        storage.write(f"{opened.name}/file", [b"abc"])
-        opened.commit(BODY, {"file": 4}, timeout_s=0.1)
-    with pytest.raises(VolumeError, match=r"/gone is not there 0.1 s after 1 bytes"), begin(storage, "a") as opened:
-        opened.commit(BODY, {"gone": 1}, timeout_s=0.1)
+    ):
+        commit_other_sizes(storage, {"file": 4})
+    with pytest.raises(VolumeError, match=r"/gone is not there 0.1 s after 1 bytes"):
+        commit_other_sizes(storage, {"file": 3, "gone": 1})
     assert names(storage) == ["_leases"]
 
 
@@ -343,17 +343,31 @@ def test_files_that_show_late_are_waited_for(tmp_path: Path) -> None:
     assert list(complete_attempts(storage)) == [(opened.attempt, BODY)]
 
 
+def fail_in_an_attempt(storage: Storage, error: BaseException, *, after_commit: bool) -> None:
+    with begin(storage, "a") as opened:
+        storage.make_folder(f"{opened.name}/deep/er")
+        storage.write(f"{opened.name}/deep/er/file", [b"x"])
+        if after_commit:
+            opened.commit(BODY, {})
+        raise error
+
+
 @pytest.mark.parametrize("error", [KeyError("x"), KeyboardInterrupt()])
 def test_an_attempt_that_fails_is_deleted(storage: Storage, error: BaseException) -> None:
     earlier = completed(storage)
 
-    with pytest.raises(type(error)), begin(storage, "a") as opened:
-        storage.make_folder(f"{opened.name}/deep/er")
-        storage.write(f"{opened.name}/deep/er/file", [b"x"])
-        raise error
+    with pytest.raises(type(error)):
+        fail_in_an_attempt(storage, error, after_commit=False)
 
     assert names(storage) == sorted([earlier.name, "_leases"])
     assert names(storage, "_leases") == []
+
+
+def test_a_committed_attempt_stays_whatever_follows(storage: Storage) -> None:
+    with pytest.raises(KeyError):
+        fail_in_an_attempt(storage, KeyError(), after_commit=True)
+
+    assert len(list(complete_attempts(storage))) == 1
 
 
 def test_an_attempt_that_was_not_committed_is_deleted(storage: Storage) -> None:
@@ -361,14 +375,6 @@ def test_an_attempt_that_was_not_committed_is_deleted(storage: Storage) -> None:
         storage.make_folder(opened.name)
 
     assert attempts(storage) == []
-
-
-def test_a_committed_attempt_stays_whatever_follows(storage: Storage) -> None:
-    with pytest.raises(KeyError), begin(storage, "a") as opened:
-        opened.commit(BODY, {})
-        raise KeyError
-
-    assert list(complete_attempts(storage)) == [(opened.attempt, BODY)]
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
@@ -429,14 +435,6 @@ def test_what_cannot_be_deleted_is_told(storage: Storage) -> None:
     assert attempts(storage) == [attempt]
 
 
-def test_an_error_that_passes_does_not_stop_a_deletion(storage: Storage) -> None:
-    attempt = completed(storage, file=b"x")
-
-    delete_attempt(Failing(storage, "delete", "", errno.EIO, times=2), attempt)  # type: ignore[arg-type]
-
-    assert attempts(storage) == []
-
-
 # garbage
 
 
@@ -487,12 +485,13 @@ def test_a_writer_that_stood_still_too_long_does_not_commit(storage: Storage, mo
     clock = [1000.0]
     monkeypatch.setattr(lease, "_uptime", lambda: clock[0])
 
-    with (
-        pytest.raises(VolumeError, match=r"was not renewed for 1,801 s: this process stood still.*\n  What it was wr"),
-        begin(storage, "a") as opened,
-    ):
-        clock[0] += 1801
-        opened.commit(BODY, {})
+    def stand_still() -> None:
+        with begin(storage, "a") as opened:
+            clock[0] += 1801
+            opened.commit(BODY, {})
+
+    with pytest.raises(VolumeError, match=r"was not renewed for 1,801 s: this process stood still.*\n  What it was wr"):
+        stand_still()
 
     assert list(complete_attempts(storage)) == [(earlier, BODY)]
 
