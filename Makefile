@@ -6,12 +6,13 @@ SHELL := /bin/bash
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+CHAOS_ARGS ?= --rounds 1000
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 NOTEBOOKS = $(wildcard notebooks/*.py)
 
-.PHONY: help demo test lint bench cluster notebooks clean
+.PHONY: help demo test lint bench chaos cluster notebooks clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +32,9 @@ lint: .venv/.dev ## Check style, format, types, the direction of imports and spe
 
 bench: .venv/.dev ## Measure; BENCH_ARGS names the questions
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+chaos: .venv/.dev ## Kill what writes, a thousand times; CHAOS_ARGS="--rounds 50 --on-volume"
+	@$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
 cluster: .venv/.dev ## Start a standalone Spark cluster with a Connect server on loopback
 	@$(BIN)/python -m tests.cluster

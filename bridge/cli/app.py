@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import bridge
-from bridge.cli import demo, doctor, settings, tables
+from bridge.cli import cache, demo, doctor, settings, tables
 from bridge.errors import BridgeError
 
 
@@ -60,6 +60,7 @@ app.command("plan")(tables.plan)
 app.command("load")(tables.load)
 app.command("export")(tables.export)
 app.command("config")(settings.config)
+app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:

@@ -865,6 +865,7 @@ int main(int argc, char **argv) {
             break;
         obey(line);
     } while (getppid() == (pid_t)atoi(argv[3]) && !fuse_session_exited(session));
+    fuse_session_exit(session); /* replies that come too late are no errors */
     fuse_session_unmount(session);
     _exit(0); /* requests in mid-sleep end with it, as failures */
 }

@@ -1,0 +1,78 @@
+"""bridge cache ls, bridge cache clear."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import typer
+
+from bridge.cli.options import ProfileOption
+from bridge.cli.screen import print_table
+from bridge.display import format_bytes, format_count, format_seconds, plain_table
+from bridge.errors import VolumeError
+
+if TYPE_CHECKING:
+    from bridge.volumes.cache import CachedFile, FileCache
+
+app = typer.Typer(no_args_is_help=True, help="Local copies of files on volumes.")
+
+
+@app.command("ls")
+def show(profile: ProfileOption = None) -> None:
+    """Show what the cache holds, by the folder that the files are from."""
+    with _opened(profile) as cache:
+        files = list(cache.entries())
+    _print_folders(files)
+    print()
+    print(f"{_amount(files)} of at most {format_bytes(cache.max_bytes)} in {cache.folder}")
+
+
+@app.command("clear")
+def clear(profile: ProfileOption = None) -> None:
+    """Delete the copies that no process uses. The files themselves stay."""
+    with _opened(profile) as cache:
+        cleared = cache.clear()
+    print(f"freed {format_bytes(cleared.num_bytes)} in {cache.folder}")
+    if cleared.kept:
+        print(f"kept {_amount(cleared.kept)}, which are in use:")
+        print()
+        _print_folders(cleared.kept)
+
+
+@contextlib.contextmanager
+def _opened(profile: str | None) -> Iterator[FileCache]:
+    from bridge.config import load_settings
+    from bridge.volumes.cache import FileCache
+
+    settings = load_settings(profile=profile)
+    try:
+        yield FileCache(settings.cache_dir, max_bytes=settings.cache_max_bytes)
+    except OSError as exc:
+        raise VolumeError(
+            f"the cache {settings.cache_dir} cannot be used: {exc.strerror}.\n  Set cache_dir to a folder of your own."
+        ) from exc
+
+
+def _amount(files: Iterable[CachedFile]) -> str:
+    sizes = [file.num_bytes for file in files]
+    return f"{format_count(len(sizes))} {'file' if len(sizes) == 1 else 'files'}, {format_bytes(sum(sizes))}"
+
+
+def _print_folders(files: Iterable[CachedFile]) -> None:
+    folders: dict[str, list[CachedFile]] = {}
+    for file in files:
+        folders.setdefault(file.source.rpartition("/")[0], []).append(file)
+    now = time.time()
+    rows = [
+        [
+            folder,
+            format_count(len(held)),
+            format_bytes(sum(file.num_bytes for file in held)),
+            f"{format_seconds(max(0.0, now - max(file.last_used_ns for file in held) / 1e9))} ago",
+        ]
+        for folder, held in sorted(folders.items())
+    ]
+    print_table(plain_table(["files from", "files", "size", "last used"], rows))
