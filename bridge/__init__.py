@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bridge.errors import (
     BridgeError,
     ConfigError,
+    CopyError,
     CorruptFileError,
     EngineError,
     EngineSilentError,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from bridge.tables.load import load_table, plan_table
     from bridge.tables.plan import Plan
     from bridge.tables.table import Table
+    from bridge.volumes.copy import CopyReport, copy_tree
     from bridge.volumes.path import volume_path
 
 __version__ = "0.1.0"
@@ -36,6 +38,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BridgeError",
     "ConfigError",
+    "CopyError",
+    "CopyReport",
     "CorruptFileError",
     "DataLoader",
     "EngineError",
@@ -53,6 +57,7 @@ __all__ = [
     "VolumeError",
     "__version__",
     "connect",
+    "copy_tree",
     "export_table",
     "load_table",
     "open_export",
@@ -62,10 +67,12 @@ __all__ = [
 
 # imported at the first use of the name, so that `import bridge` stays cheap
 _HOMES = {
+    "CopyReport": "bridge.volumes.copy",
     "DataLoader": "bridge.loading.loader",
     "Plan": "bridge.tables.plan",
     "Table": "bridge.tables.table",
     "connect": "bridge.spark.connect",
+    "copy_tree": "bridge.volumes.copy",
     "export_table": "bridge.tables.export",
     "load_table": "bridge.tables.load",
     "open_export": "bridge.tables.export",

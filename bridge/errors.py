@@ -14,12 +14,15 @@ A class of its own exists only where a caller would act differently; each also i
     ├── TableTooLargeError (MemoryError)          more bytes than the ceiling allows
     ├── LossyConversionError (TypeError)          a target cannot hold a column's values
     ├── VolumeError (OSError)                     a place cannot be read or written
+    ├── CopyError (OSError)                       not everything was copied
     ├── ExportError (RuntimeError)                an export could not be completed
     │   └── ExportNotFoundError (FileNotFoundError)   no complete export is there
     └── CorruptFileError (OSError)                bytes differ from what was recorded when they were written
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 
 class BridgeError(Exception):
@@ -64,6 +67,14 @@ class LossyConversionError(BridgeError, TypeError):
 
 class VolumeError(BridgeError, OSError):
     """A place cannot be read or written."""
+
+
+class CopyError(BridgeError, OSError):
+    """Not everything was copied; `report`, a CopyReport, tells what was, and why the rest was not."""
+
+    def __init__(self, message: str, report: Any = None) -> None:
+        super().__init__(message)
+        self.report = report
 
 
 class ExportError(BridgeError, RuntimeError):

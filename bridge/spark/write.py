@@ -17,6 +17,7 @@ from bridge.spark.failures import translated
 from bridge.spark.read import stream_batches
 from bridge.spark.source import Source
 from bridge.volumes.path import Place
+from bridge.volumes.storage import flush_file
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -97,8 +98,14 @@ def _stream_shards(
         writer.write_table(table, row_group_size=max(1, table.num_rows))
         pending, pending_bytes = [], 0
         if (folder / names[-1]).stat().st_size >= shard_bytes:
+            close()
+
+    def close() -> None:
+        nonlocal writer
+        if writer is not None:
             writer.close()
             writer = None
+            flush_file(folder / names[-1])
 
     try:
         for batch in batches:
@@ -110,6 +117,7 @@ def _stream_shards(
                 flush()
         if pending:
             flush()
+        close()
     finally:
         if writer is not None:
             writer.close()

@@ -30,7 +30,8 @@ from bridge.volumes.digest import digest_bytes
 from bridge.volumes.lease import GRACE_S, Lease, drop_stale_leases, leased_ids, storage_time_ns
 from bridge.volumes.storage import Storage, is_transient, wait_for_files
 
-_NAME = re.compile(r"(?P<generation>\d{13})-(?P<label>[a-z0-9]{1,32})-(?P<id>[0-9a-f]{12})")
+_LABEL = re.compile(r"[a-z0-9]{1,32}")
+_NAME = re.compile(rf"(?P<generation>\d{{13}})-(?P<label>{_LABEL.pattern})-(?P<id>[0-9a-f]{{12}})")
 _MARKER = re.compile(r"_bridge\.\d{1,3}\.json")
 _MARKER_TRIES = 4
 _READ_BACK_S = 5.0
@@ -122,8 +123,11 @@ def begin(storage: Storage, label: str) -> Iterator[OpenAttempt]:
     """Give a fresh attempt, leased while the block lasts; unless it was committed, it is deleted at the end.
 
     Raises:
+        ValueError: `label` is not 1 to 32 of [a-z0-9].
         VolumeError: The storage cannot be written.
     """
+    if not _LABEL.fullmatch(label):
+        raise ValueError(f"label is {label!r}; give 1 to 32 of a-z and 0-9.")
     attempt_id = secrets.token_hex(6)
     try:
         storage.make_folder()

@@ -241,7 +241,7 @@ def open_storage(path: str | os.PathLike[str], *, volume_root: Path | None = Non
     Addresses such as s3://... go through fsspec.
 
     Raises:
-        VolumeError: A mount is there but does not answer, and there is no other way to the volume.
+        VolumeError: A mount is there but does not answer or may not be read, and there is no other way to the volume.
         MissingDependencyError: fsspec needs a package for that kind of address.
     """
     place = locate(path, volume_root)
@@ -254,6 +254,11 @@ def open_storage(path: str | os.PathLike[str], *, volume_root: Path | None = Non
         from fsspec_databricks import DatabricksFileSystem
 
         return FsspecStorage(DatabricksFileSystem(use_local_fs_in_workspace=False), place.name, f"dbfs:{place.name}")
+    if isinstance(broken, PermissionError):
+        raise VolumeError(
+            f"{place.name} may not be read: {broken.strerror}.\n"
+            "  Ask for READ VOLUME, and for USE of its catalog and schema."
+        ) from broken
     if broken is not None:
         raise VolumeError(
             f"the mount of {place.name} does not answer: {broken.strerror}.\n"
@@ -290,6 +295,21 @@ def _by_fsspec(address: str) -> FsspecStorage:
     except ValueError as exc:
         raise VolumeError(f"{address} cannot be reached: {exc}") from exc
     return FsspecStorage(filesystem, root, address)
+
+
+def flush_file(path: Path) -> None:
+    """Flush a file that something else wrote, its name and that of its folder, as far as the file system knows how to.
+
+    Raises:
+        OSError: What was written could not be kept.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        _sync(descriptor)
+    finally:
+        os.close(descriptor)
+    _sync_folder(path.parent)
+    _sync_folder(path.parent.parent)
 
 
 def is_transient(exc: OSError) -> bool:

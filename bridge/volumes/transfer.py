@@ -14,10 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from bridge.errors import VolumeError
 from bridge.volumes.storage import Entry, Storage, is_transient, wait_for_files, with_retries
+
+T = TypeVar("T")
 
 _BLOCK = 1 << 20
 # what one request to an object store brings
@@ -69,6 +71,16 @@ def is_temporary(name: str) -> bool:
     return _TEMPORARY.fullmatch(name) is not None
 
 
+def settle(call: Callable[[], T]) -> T:
+    """Return what `call` returns, after retries; an error that stays is one that does not pass."""
+    try:
+        return with_retries(call)
+    except OSError as exc:
+        if is_transient(exc):
+            raise VolumeError(reason_of(exc)) from exc
+        raise
+
+
 class Reader(Protocol):
     """A file of the source, open."""
 
@@ -110,7 +122,7 @@ class FolderSource:
                 scan = None
                 raise
 
-        while (entry := with_retries(advance)) is not None:
+        while (entry := settle(advance)) is not None:
             if entry.name not in seen:
                 seen.add(entry.name)
                 yield self._found(name, entry)
@@ -119,7 +131,7 @@ class FolderSource:
         """Return what is at `name`, which is not a link to a folder above it."""
         path = self._path(name)
         try:
-            mode = with_retries(lambda: os.stat(path)).st_mode
+            mode = settle(lambda: os.stat(path)).st_mode
         except FileNotFoundError:
             return Found(name, Kind.BROKEN, reason="a link to what is not there")
         except OSError as exc:
@@ -134,13 +146,13 @@ class FolderSource:
 
     def facts(self, name: str, entry: Entry | None) -> tuple[int, int | None]:
         """Return size and time of a file without opening it."""
-        found = with_retries(lambda: os.stat(self._path(name)))
+        found = settle(lambda: os.stat(self._path(name)))
         return found.st_size, found.st_mtime_ns
 
     def open(self, name: str, entry: Entry | None) -> Reader:
         """Open a file."""
         path = self._path(name)
-        return _DescriptorReader(with_retries(lambda: os.open(path, _READ_FLAGS)))
+        return _DescriptorReader(settle(lambda: os.open(path, _READ_FLAGS)))
 
     def _found(self, folder: str, entry: os.DirEntry[str]) -> Found:
         name = join(folder, entry.name)
@@ -172,7 +184,7 @@ class _DescriptorReader:
     def __init__(self, descriptor: int) -> None:
         self.descriptor: int = descriptor
         try:
-            found = with_retries(lambda: os.fstat(descriptor))
+            found = settle(lambda: os.fstat(descriptor))
             if not stat.S_ISREG(found.st_mode):
                 raise VolumeError(_special(found.st_mode))
         except BaseException:
@@ -185,7 +197,7 @@ class _DescriptorReader:
     def read(self, start: int, stop: int) -> bytes:
         parts: list[bytes] = []
         while start < stop:
-            part = with_retries(lambda: os.pread(self.descriptor, stop - start, start))
+            part = settle(lambda: os.pread(self.descriptor, stop - start, start))
             if not part:
                 raise _changed()
             parts.append(part)
@@ -193,7 +205,7 @@ class _DescriptorReader:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def check(self) -> None:
-        found = with_retries(lambda: os.fstat(self.descriptor))
+        found = settle(lambda: os.fstat(self.descriptor))
         if (found.st_size, found.st_mtime_ns) != (self.num_bytes, self.mtime_ns):
             raise _changed()
 
@@ -209,12 +221,12 @@ class StorageSource:
 
     def list(self, name: str) -> Iterator[Found]:
         """Yield what a folder holds."""
-        for entry in with_retries(lambda: list(self.storage.list(name))):
+        for entry in settle(lambda: list(self.storage.list(name))):
             yield Found(join(name, entry.name), Kind.FOLDER if entry.is_folder else Kind.FILE, entry)
 
     def find(self, name: str) -> Found:
         """Return what is at `name`."""
-        entry = with_retries(lambda: self.storage.status(name))
+        entry = settle(lambda: self.storage.status(name))
         return Found(name, Kind.FOLDER if entry.is_folder else Kind.FILE, entry)
 
     def folder_mode(self, name: str) -> int:
@@ -224,7 +236,7 @@ class StorageSource:
     def facts(self, name: str, entry: Entry | None) -> tuple[int, int | None]:
         """Return size and time of a file, by its listing where that knows them."""
         if entry is None or entry.num_bytes is None:
-            entry = with_retries(lambda: self.storage.status(name))
+            entry = settle(lambda: self.storage.status(name))
         if entry.num_bytes is None:
             raise VolumeError("the place does not tell its size")
         return entry.num_bytes, entry.mtime_ns
@@ -248,13 +260,13 @@ class _StorageReader:
         self.mtime_ns: int | None = mtime_ns
 
     def read(self, start: int, stop: int) -> bytes:
-        part = with_retries(lambda: self._storage.read(self._name, start, stop))
+        part = settle(lambda: self._storage.read(self._name, start, stop))
         if len(part) != stop - start:
             raise _changed()
         return part
 
     def check(self) -> None:
-        found = with_retries(lambda: self._storage.status(self._name))
+        found = settle(lambda: self._storage.status(self._name))
         if (found.num_bytes, found.mtime_ns) != (self.num_bytes, self.mtime_ns):
             raise _changed()
 
@@ -292,7 +304,7 @@ class FolderTarget:
         scratch, renamed = self._temporary(""), self._temporary("")
         descriptor = os.open(scratch, _WRITE_FLAGS)
         try:
-            with contextlib.closing(_Descriptor(descriptor)):
+            with os.fdopen(descriptor, "wb", buffering=0):
                 _lock(descriptor)
                 with contextlib.suppress(OSError):
                     os.utime(descriptor, ns=(_ODD_TIME_NS, _ODD_TIME_NS))
@@ -321,7 +333,7 @@ class FolderTarget:
     def make_folder(self, name: str, mode: int) -> None:
         """Make a folder in one that is there; nothing where it is there itself."""
         with contextlib.suppress(FileExistsError):
-            with_retries(lambda: os.mkdir(self._path(name), mode))
+            settle(lambda: os.mkdir(self._path(name), mode))
 
     def put(self, name: str, reader: Reader, helpers: Helpers, *, is_there: bool) -> None:
         """Write a file, in place of one that is there."""
@@ -374,11 +386,9 @@ class FolderTarget:
         return self._path(join(name.rpartition("/")[0], f"{self._stem}-{next(self._numbers)}"))
 
     def _sweep(self, path: str) -> None:
-        with contextlib.suppress(OSError):
-            descriptor = os.open(path, _READ_FLAGS)
-            with contextlib.closing(_Descriptor(descriptor)):
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root
@@ -394,11 +404,11 @@ class StorageTarget:
 
     def entries(self, name: str) -> dict[str, Entry]:
         """Return what a folder holds, by last name."""
-        return {entry.name: entry for entry in with_retries(lambda: list(self.storage.list(name)))}
+        return {entry.name: entry for entry in self.storage.list(name)}
 
     def make_folder(self, name: str, mode: int) -> None:
         """Make a folder."""
-        with_retries(lambda: self.storage.make_folder(name))
+        self.storage.make_folder(name)
 
     def put(self, name: str, reader: Reader, helpers: Helpers, *, is_there: bool) -> None:
         """Write a file, in place of one that is there."""
@@ -422,16 +432,6 @@ class StorageTarget:
         for start, stop in pieces(reader.num_bytes, reader.block):
             helpers.check()
             yield reader.read(start, stop)
-
-
-class _Descriptor:
-    """A file descriptor for `contextlib.closing`."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def join(folder: str, name: str) -> str:

@@ -5,7 +5,6 @@ As a program, it is the process to be killed: FOLDER VOLUME_FOLDER SEED.
 
 from __future__ import annotations
 
-import contextlib
 import random
 import subprocess
 import sys
@@ -49,16 +48,21 @@ def cache_round(folder: Path, volume_folder: Path, seed: int) -> None:
         child.kill()
     storage, cache = LocalStorage(volume_folder), open_cache(folder)
 
+    contents["whole.bin"] = bytes(1 << 20)  # from the round before
     for entry in cache.entries():
         assert entry.path.read_bytes() == contents[entry.source.removeprefix(f"{volume_folder}/")], entry
     with cache.epoch() as epoch:
-        for name in random.Random(seed).sample(sorted(contents), 8):
+        for name in random.Random(seed).sample(sorted(contents.keys() - {"whole.bin"}), 8):
             path = epoch.fetch(storage, name)
             assert path.is_relative_to(folder), path
             assert path.read_bytes() == contents[name], path
-    # another cache of the same folder: one that needs all its room at once
-    with contextlib.closing(FileCache(folder, max_bytes=1 << 20, min_free_bytes=0).epoch()) as epoch:
-        epoch.fetch(storage, f"class {39 % 3}/39.bin")
+    # a file that needs all the room there is, and that no earlier round has left
+    needed = volume_folder / "whole.bin"
+    needed.unlink(missing_ok=True)
+    needed.write_bytes(contents[needed.name])
+    cache = FileCache(folder, max_bytes=1 << 20, min_free_bytes=0)
+    with cache.epoch() as epoch:
+        assert epoch.fetch(storage, needed.name).is_relative_to(folder)
         whole = {entry.path.parents[1] for entry in cache.entries()}
         assert set((folder / "files").iterdir()) == whole
         assert len(list((folder / "pins").iterdir())) == 1

@@ -210,8 +210,8 @@ def test_a_mount_is_used_where_it_answers(tmp_path: Path, monkeypatch: pytest.Mo
     assert str(open_storage("/Volumes/a/b/c/x", volume_root=tmp_path)) == "/Volumes/a/b/c/x"
 
 
-def broken_mount(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+def broken_mount(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOTCONN) -> None:
+    error = OSError(number, os.strerror(number))
     monkeypatch.setattr(seam, "_mount_error", lambda name: error)
 
 
@@ -224,6 +224,10 @@ def test_a_mount_that_does_not_answer_is_told_rather_than_replaced(
     with pytest.raises(
         VolumeError, match=r"the mount of /Volumes/a/b/c/x does not answer: Transport endpoint.*\n  Mount it again, or"
     ):
+        open_storage("/Volumes/a/b/c/x")
+
+    broken_mount(monkeypatch, errno.EACCES)
+    with pytest.raises(VolumeError, match=r"/Volumes/a/b/c/x may not be read: Permission denied\.\n  Ask for READ VOL"):
         open_storage("/Volumes/a/b/c/x")
 
 

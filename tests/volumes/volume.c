@@ -112,7 +112,7 @@ static bool fails(enum fault_kind kind, const char *path) {
     return find_fault(kind, path, true, NULL);
 }
 
-/* ---- Nodes: one for each file or folder that was named, never freed, since a mount lives no longer than a test ---- */
+/* ---- Nodes: one for each file or folder that was named; never freed, since a mount lives as long as a test ---- */
 
 enum { NOT_CREATED_HERE = 0, BEING_WRITTEN = -1 };
 
@@ -385,7 +385,7 @@ static void give_handle(struct fuse_file_info *file, struct node *node, struct h
     kept->writes = (file->flags & O_ACCMODE) != O_RDONLY;
     pthread_mutex_init(&kept->lock, NULL);
     file->fh = (uintptr_t)kept;
-    /* through the page cache, one failed read may be tried twice by the kernel, and a call sees fewer faults than set */
+    /* through the page cache the kernel may try a failed read twice, and a caller would see fewer faults than set */
     file->direct_io = find_fault(EIO_READ, node->path, false, NULL);
 }
 
@@ -673,9 +673,9 @@ static void volume_init(void *data, struct fuse_conn_info *connection) {
     connection->max_write = 256 << 10; /* each thread keeps a buffer of this size */
 }
 
-/* Without FUSE_PARALLEL_DIROPS the kernel asks for one new name of a folder at a time; creations always come one by one.
-   libfuse before 3.17 takes the wish for parallel lookups and does not tell the kernel (libfuse/libfuse#861), so that the
-   answer to the first request is amended on its way. */
+/* Without FUSE_PARALLEL_DIROPS the kernel asks for one new name of a folder at a time. (Creations always come one by
+   one.) libfuse before 3.17 takes the wish and does not tell the kernel (libfuse/libfuse#861), so that the answer
+   to the first request is amended on its way. */
 static ssize_t send_reply(int fd, struct iovec *parts, int count, void *data) {
     (void)data;
     if (!atomic_load(&is_answered) && count > 1 && parts[1].iov_len >= offsetof(struct fuse_init_out, max_background)) {
@@ -695,7 +695,7 @@ static ssize_t receive_request(int fd, void *bytes, size_t size, void *data) {
 
 /* What is absent is refused with ENOSYS: rename, link, symlink, mknod. So are attributes, which the kernel turns into
    EOPNOTSUPP, and fsync, which it takes for done. Locks are absent so that the kernel keeps them, and readdirplus so
-   that scandir followed by a stat of each file costs those stats. Kernels from 6.16 on report EPERM for link. */
+   that scandir followed by a stat of each file costs those stats. Newer kernels make EPERM of the ENOSYS of link. */
 static const struct fuse_lowlevel_ops operations = {
     .init = volume_init,
     .lookup = volume_lookup,

@@ -392,6 +392,12 @@ def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize("label", ["", "A", "a-b", "é", "a" * 33, "a\n"])
+def test_a_label_is_what_names_can_hold(storage: Storage, label: str) -> None:
+    with pytest.raises(ValueError, match="give 1 to 32 of a-z and 0-9"), begin(storage, label):
+        pass
+
+
 # deleting
 
 
