@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
 import socket
@@ -57,6 +58,7 @@ def open_session(remote: str, *, timeout_s: float = 30.0) -> SparkSession:
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
     spark = cast("SparkSession", ConnectSession.builder.channelBuilder(builder).create())
     _greet(spark, remote, timeout_s)
+    atexit.register(_let_go, spark)  # before what pyspark does at exit, which was registered first
     return spark
 
 
@@ -89,6 +91,13 @@ def is_refused(spark: SparkSession) -> bool:
     except OSError:
         pass  # nothing is known: a name that does not resolve now, a network that is slow
     return False
+
+
+def _let_go(spark: SparkSession) -> None:
+    """At exit, close a session whose server is gone: else pyspark tries for ten minutes to tell it goodbye."""
+    if is_refused(spark):
+        client: Any = spark.client
+        client.close()
 
 
 def answer_within(timeout_s: float, call: Callable[[], Answer]) -> Answer:

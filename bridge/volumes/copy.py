@@ -1,4 +1,4 @@
-"""Copies folders and files between disks, volumes and object stores; complete or absent stays so on the way."""
+"""Copies folders and files between disks, volumes and object stores; what is complete or absent stays so on the way."""
 
 from __future__ import annotations
 
@@ -8,21 +8,19 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from bridge.config import load_settings
 from bridge.display import format_bytes, format_count, format_seconds
 from bridge.errors import CopyError, VolumeError
 from bridge.progress import progress_bar
 from bridge.volumes.commit import is_marker
-from bridge.volumes.crew import Crew, Stopped, Task
+from bridge.volumes.crew import Crew, Task
 from bridge.volumes.lease import is_lease
 from bridge.volumes.storage import Entry, Storage, open_storage, with_retries
 from bridge.volumes.transfer import (
     FolderSource,
     FolderTarget,
     Found,
-    Kind,
     StorageSource,
     StorageTarget,
     is_copied,
@@ -34,8 +32,7 @@ from bridge.volumes.transfer import (
 )
 
 _MOST_THREADS = 128
-# clients of object stores keep large buffers for each file
-_MOST_FAR_THREADS = 32
+_MOST_FAR_THREADS = 32  # a client of an object store keeps large buffers for each file
 _BATCH = 32
 _SHOWN = 10
 
@@ -45,7 +42,7 @@ class CopyReport:
     """What a copy did.
 
     `failures` and `notes` are pairs of a path in the source and a reason: what was not copied, and what was left out
-    on purpose. `stopped` says why not everything was tried; "" where everything was.
+    on purpose. `stopped` says why not everything was tried, "" where everything was.
     """
 
     num_files: int
@@ -57,16 +54,16 @@ class CopyReport:
     stopped: str = ""
 
     def __str__(self) -> str:
-        files = f"{format_count(self.num_files)} file{'' if self.num_files == 1 else 's'}"
         lines = [
-            f"{files} ({format_bytes(self.num_bytes)}) copied in {format_seconds(self.seconds)}; "
-            f"{format_count(self.num_skipped)} skipped"
+            f"{format_count(self.num_files)} file{'' if self.num_files == 1 else 's'} ({format_bytes(self.num_bytes)}) "
+            f"copied in {format_seconds(self.seconds)}; {format_count(self.num_skipped)} skipped"
         ]
-        lines += _shown("left out", self.notes)
-        lines += _shown("failed", self.failures)
-        if self.stopped:
-            lines.append(f"  {self.stopped}")
-        if self.failures or self.stopped:
+        for what, pairs in (("left out", self.notes), ("failed", self.failures)):
+            lines += [f"{format_count(len(pairs))} {what}:"] if pairs else []
+            lines += [f"  {_printable(path)}: {_printable(reason)}" for path, reason in pairs[:_SHOWN]]
+            lines += [f"  and {format_count(len(pairs) - _SHOWN)} more"] if len(pairs) > _SHOWN else []
+        lines += [f"  {_printable(self.stopped)}"] if self.stopped else []
+        if self.failures:
             lines.append("  Run it again for the rest: what is there is skipped.")
         return "\n".join(lines)
 
@@ -76,27 +73,27 @@ def copy_tree(
 ) -> CopyReport:
     """Copy a folder and all that is in it, or one file, and return what was done.
 
-    What is there already is skipped: a file of the same size and time, or, where the target cannot keep times (a volume,
-    an object store), of the same size and not older. So a copy that was cut off is finished by running it again. On a
-    disk a file appears under its name when it is whole; on a volume, which cannot rename, it is written at its name and
-    deleted if it fails. Times and permission bits (less the umask) are kept on disks; owners are not.
+    What is there already is skipped: a file of the same size and time or, where the target cannot keep times (volumes,
+    object stores), of the same size and not older. So what was cut off is finished by running it again. On a disk, a
+    file appears at its name when it is whole; on a volume, which cannot rename, it is written at its name and deleted
+    if it fails. Times, and permission bits less the umask, are kept on disks; owners are not.
 
-    Links are followed, so that the copy holds none; a link to a folder in which it lies is left out, and told. Pipes,
-    sockets and devices are failures. An export or a checkpoint of `bridge` becomes complete at its new place last of
-    all, and only if all that belongs to it was copied.
+    Links are followed, so that the copy holds none; one to a folder in which it lies is left out, and noted. Pipes,
+    sockets and devices are failures. An export or a checkpoint becomes complete at its new place last of all, and only
+    if all that belongs to it was copied.
 
     Args:
-        source: A folder or a file: a path, /Volumes/..., or an address that fsspec knows. What is being written to a
-            volume may be missing in its listings, and so in the copy.
-        target: The folder that is to hold what the source holds; made with those above it. A file goes into it if it
-            is there, else it becomes the file.
+        source: A folder or a file: a path, /Volumes/..., or an address that fsspec knows. What was written to a volume
+            a moment ago may be missing in its listings, and so in the copy.
+        target: The folder that is to hold what the source holds; made with those above it. A single file goes into it
+            where it is a folder, else becomes it.
         num_threads: The most threads. None: up to 128, as many as waiting for the two places takes.
 
     Raises:
-        CopyError: Not everything was copied; `report` tells what was. All else was copied nevertheless, unless there
-            is no room left.
+        CopyError: Something was not copied; its `report` tells what. All else was, unless there is no room left.
         FileNotFoundError: There is nothing at `source`.
-        VolumeError: One of the two lies in the other, or the target cannot be written.
+        ValueError: `num_threads` is less than 1.
+        VolumeError: One of the two lies in the other, or the target cannot be written. Nothing was copied.
 
     Example:
         >>> import bridge
@@ -107,55 +104,56 @@ def copy_tree(
         raise ValueError(f"num_threads is {num_threads}; give 1 or more.")
     began = time.monotonic()
     settings = load_settings()
-    origin = open_storage(source, volume_root=settings.volume_root)
-    goal = open_storage(target, volume_root=settings.volume_root)
+    open_place = partial(open_storage, volume_root=settings.volume_root)
+    source, target = os.fspath(source), os.fspath(target)
+    origin, goal = open_place(source), open_place(target)
     try:
         is_folder = with_retries(lambda: origin.status("")).is_folder
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{_printable(os.fspath(source))} is not there: nothing was copied.") from None
-    name, new_name = "", ""
+    except FileNotFoundError as exc:
+        raise FileNotFoundError(f"there is nothing at {_printable(source)}.") from exc
+    except OSError as exc:
+        raise VolumeError(f"{_printable(source)} cannot be read: {reason_of(exc)}.") from exc
+    name = new_name = ""
     if not is_folder:
-        if os.fspath(target).endswith("/") or _is_folder(goal):
-            goal = open_storage(f"{os.fspath(target).rstrip('/')}/{_split(source)[1]}", volume_root=settings.volume_root)
-            target = str(goal)
-    _refuse_overlap(origin, goal, is_folder=is_folder)
-    if not is_folder:
-        (folder, name), (new_folder, new_name) = _split(source), _split(target)
-        origin = open_storage(folder, volume_root=settings.volume_root)
-        goal = open_storage(new_folder, volume_root=settings.volume_root)
-    reading = StorageSource(origin) if origin.folder is None else FolderSource(origin, origin.folder)
+        folder, name = _split(source)
+        into_folder = target.endswith("/") or _is_folder(goal)
+        new_folder, new_name = (target, name) if into_folder else _split(target)
+        _refuse_overlap(origin, open_place(join(new_folder.rstrip("/"), new_name)), is_folder=False)
+        origin, goal = open_place(folder), open_place(new_folder)
+    else:
+        _refuse_overlap(origin, goal, is_folder=True)
     is_new = not _is_folder(goal)
-    most = num_threads or (_MOST_FAR_THREADS if None in (origin.folder, goal.folder) else _MOST_THREADS)
-    with Crew(most) as crew:
-        copy = _Copy(reading, _open_target(goal), crew)
-        with progress_bar("copying", total=None, unit=" files", enabled=settings.progress) as bar:
-
-            def show() -> None:
-                bar.update(copy.num_files + copy.num_skipped - bar.n)
-
-            if is_folder:
-                crew.add_folders([partial(copy.start_folder, "", is_new=is_new)])
-            else:
-                crew.add_files([partial(copy.copy_named, name, new_name, is_new=is_new)])
-            crew.drain(show)
-            for tasks in copy.finishing():
-                crew.add_files(tasks)
-                crew.drain(show)
+    reading = StorageSource(origin) if origin.folder is None else FolderSource(origin.folder)
+    is_far = origin.folder is None or goal.folder is None
+    with (
+        Crew(num_threads or (_MOST_FAR_THREADS if is_far else _MOST_THREADS)) as crew,
+        progress_bar("copying", total=None, unit=" files", enabled=settings.progress) as bar,
+    ):
+        copy = _Copy(reading, _open_target(goal), goal, crew)
+        first = copy.find_folder if is_folder else partial(copy.find_file, new_name)
+        crew.add(folders=[partial(first, name, is_new=is_new)])
+        for _ in copy.phases():
+            crew.drain(lambda: bar.update(copy.num_files + copy.num_skipped - bar.n))
     report = CopyReport(
-        copy.num_files, copy.num_bytes, copy.num_skipped, time.monotonic() - began,
-        tuple((_at(origin, name), reason) for name, reason in copy.failures),
-        tuple((_at(origin, name), reason) for name, reason in copy.notes),
+        copy.num_files,
+        copy.num_bytes,
+        copy.num_skipped,
+        time.monotonic() - began,
+        tuple((join(str(origin), name), reason) for name, reason in copy.failures),
+        tuple((join(str(origin), name), reason) for name, reason in copy.notes),
         f"There is no room left in {goal}: the rest was not tried." if copy.is_full else "",
-    )  # fmt: skip
+    )
     if report.failures:
-        raise CopyError(f"{_printable(os.fspath(source))} was not copied whole.\n{report}", report)
+        raise CopyError(f"{_printable(source)} was not copied whole.\n{report}", report)
     return report
 
 
 class _Copy:
-    """One copy under way: what is done, and the tasks that do the rest."""
+    """A copy under way: the tasks that do it, and what they have done."""
 
-    def __init__(self, source: FolderSource | StorageSource, target: FolderTarget | StorageTarget, crew: Crew) -> None:
+    def __init__(
+        self, source: FolderSource | StorageSource, target: FolderTarget | StorageTarget, goal: Storage, crew: Crew
+    ) -> None:
         self.num_files = 0
         self.num_bytes = 0
         self.num_skipped = 0
@@ -164,130 +162,122 @@ class _Copy:
         self.is_full = False
         self._source = source
         self._target = target
+        self._goal = goal
         self._crew = crew
         self._lock = threading.Lock()
         self._markers: list[tuple[Found, Entry | None]] = []
 
-    def start_folder(self, name: str, *, is_new: bool) -> None:
-        """Make a folder, then find what it is to hold."""
+    def find_folder(self, name: str, *, is_new: bool) -> None:
+        """Make a folder, and add the tasks for what it is to hold.
+
+        Args:
+            name: Where it is, in the source and in the target.
+            is_new: Whether the target holds nothing there; else what it holds is listed.
+        """
         try:
-            there: dict[str, Entry] = {}
-            if not is_new:
-                try:
-                    there = self._target.entries(name)
-                except FileNotFoundError:
-                    is_new = True
-            if is_new and name:
+            there = {} if is_new else self._there(name)
+            if there is None or (is_new and name):
                 self._target.make_folder(name, self._source.folder_mode(name))
         except OSError as exc:
             self._fail(name, exc)
-            return
-        self._list(name, self._source.list(name), there, is_new)
+        else:
+            self._find(name, self._source.list(name), there or {}, is_new or there is None)
 
-    def copy_named(self, name: str, new_name: str, *, is_new: bool) -> None:
-        """Copy a single file, to another name if need be."""
-        found = self._source.find(name)
-        if found.kind is not Kind.FILE:
-            self._fail(name, VolumeError(found.reason or "it is not a file"))
-            return
-        there = None if is_new else self._target.entries("").get(new_name)
-        self._copy_file(found, there, new_name)
+    def find_file(self, new_name: str, name: str, *, is_new: bool) -> None:
+        """Add the task for a single file."""
+        try:
+            there = None if is_new else self._there("")
+            self._find(name, iter([self._source.find(name)]), there or {}, False, new_name)
+        except OSError as exc:
+            self._fail(name, exc)
 
-    def finishing(self) -> Iterator[list[Task]]:
-        """Yield the tasks that make folders complete, those of deeper folders first, each when the former are done."""
+    def phases(self) -> Iterator[None]:
+        """Yield when tasks are there to be done: all but the markers, then those of the deepest folders, and so on."""
+        yield
         depths = sorted({found.name.count("/") for found, _ in self._markers}, reverse=True)
-        if depths and not self.failures:
-            # the data before what vouches for it, should the power fail
-            os.sync()
+        if depths:
+            self._target.sync()
         for depth in depths:
-            broken = self._broken_folders()
-            tasks: list[Task] = []
+            broken = {above for name, _ in self.failures for above in _upwards(name)}
             for found, there in self._markers:
-                folder = found.name.rpartition("/")[0]
-                if found.name.count("/") != depth:
-                    continue
-                if folder in broken:
-                    self._fail(found.name, VolumeError("left out: not all of what it makes complete was copied"))
-                else:
-                    tasks.append(partial(self._copy_file, found, there, found.name))
-            yield tasks
+                if found.name.count("/") == depth and found.name.rpartition("/")[0] in broken:
+                    self._fail(found.name, VolumeError("not copied: some of what it makes complete was not"))
+                elif found.name.count("/") == depth:
+                    self._crew.add([partial(self._copy_file, found, there, found.name)])
+            yield
 
-    def _list(self, name: str, listing: Iterator[Found], there: dict[str, Entry], is_new: bool) -> None:
-        """Add tasks for what a listing yields, and one to go on with it when there are enough."""
+    def _there(self, folder: str) -> dict[str, Entry] | None:
+        """Return what the target holds in a folder, by last name; None where it is not there."""
+        try:
+            entries = {entry.name: entry for entry in self._goal.list(folder)}
+        except FileNotFoundError:
+            return None
+        for left in filter(is_temporary, entries):
+            self._target.sweep(join(folder, left))
+        return entries
+
+    def _find(
+        self, name: str, listing: Iterator[Found], there: dict[str, Entry], is_new: bool, new_name: str = ""
+    ) -> None:
+        """Add tasks for what a listing yields, and one to go on with it where there are enough."""
         files: list[Task] = []
         folders: list[Task] = []
         try:
             for found in listing:
-                last = found.name.rpartition("/")[2]
-                if found.kind is Kind.FOLDER:
-                    folders.append(partial(self.start_folder, found.name, is_new=is_new))
-                elif found.kind is Kind.LOOP:
-                    self.notes.append((found.name, found.reason))
-                elif found.kind is Kind.BROKEN:
-                    self._fail(found.name, VolumeError(found.reason))
-                elif is_marker(last):
+                last = new_name or found.name.rpartition("/")[2]
+                if found.is_loop:
+                    self.notes.append((found.name, found.problem))
+                elif found.problem:
+                    self._fail(found.name, VolumeError(found.problem))
+                elif found.is_folder:
+                    folders.append(partial(self.find_folder, found.name, is_new=is_new))
+                elif is_marker(last) and not new_name:
                     self._markers.append((found, there.get(last)))
-                elif not is_lease(found.name) and not is_temporary(last):
-                    files.append(partial(self._copy_file, found, there.get(last), found.name))
-                if len(files) + len(folders) >= _BATCH:
-                    self._crew.add_folders(folders)
-                    self._crew.add_files(files)
-                    files, folders = [], []
+                elif not (is_lease(found.name) or is_temporary(last)):
+                    files.append(partial(self._copy_file, found, there.get(last), new_name or found.name))
+                if len(files) + len(folders) == _BATCH:
                     self._crew.check()
+                    self._crew.add(files, folders)
+                    files, folders = [], []
                     if self._crew.has_enough:
-                        folders.append(partial(self._list, name, listing, there, is_new))
+                        folders = [partial(self._find, name, listing, there, is_new)]
                         break
         except OSError as exc:
             self._fail(name, exc)
-        self._crew.add_folders(folders)
-        self._crew.add_files(files)
+        self._crew.add(files, folders)
 
     def _copy_file(self, found: Found, there: Entry | None, name: str) -> None:
         try:
-            if there is not None and self._has(found, there, name):
-                with self._lock:
-                    self.num_skipped += 1
-                return
-            size = with_retries(lambda: self._transfer(found, name, is_there=there is not None))
+            is_there = there is not None and self._is_copied(found, there, name)
+            size = 0 if is_there else with_retries(lambda: self._transfer(found, name, is_there=there is not None))
         except OSError as exc:
             self._fail(found.name, exc)
             return
         with self._lock:
-            self.num_files += 1
+            self.num_skipped += is_there
+            self.num_files += not is_there
             self.num_bytes += size
 
-    def _has(self, found: Found, there: Entry, name: str) -> bool:
-        size, mtime_ns = self._source.facts(found.name, found.entry)
+    def _is_copied(self, found: Found, there: Entry, name: str) -> bool:
+        size, mtime_ns = self._source.facts(found)
         if there.num_bytes is None and not there.is_folder:
             try:
-                there = self._target.storage.status(name)
+                there = self._goal.status(name)
             except FileNotFoundError:
                 return False
         return is_copied(size, mtime_ns, there, keeps_times=self._target.keeps_times)
 
     def _transfer(self, found: Found, name: str, *, is_there: bool) -> int:
         self._crew.check()
-        reader = self._source.open(found.name, found.entry)
-        try:
+        with self._source.open(found) as reader:
             self._target.put(name, reader, self._crew, is_there=is_there)
-        finally:
-            reader.close()
-        return reader.num_bytes
+            return reader.num_bytes
 
     def _fail(self, name: str, exc: OSError) -> None:
         self.failures.append((name, reason_of(exc)))
         if is_full(exc):
             self.is_full = True
             self._crew.stop()
-
-    def _broken_folders(self) -> set[str]:
-        broken: set[str] = set()
-        for name, _ in self.failures:
-            while name and name not in broken:
-                broken.add(name)
-                name = name.rpartition("/")[0]
-            broken.add("")
-        return broken
 
 
 def _open_target(goal: Storage) -> FolderTarget | StorageTarget:
@@ -298,13 +288,10 @@ def _open_target(goal: Storage) -> FolderTarget | StorageTarget:
     """
     try:
         goal.make_folder()
-        if goal.folder is not None:
-            target = FolderTarget(goal, goal.folder)
-            if target.probe():
-                return target
+        target = None if goal.folder is None else FolderTarget(goal.folder)
+        return target if target is not None and target.probe() else StorageTarget(goal)
     except OSError as exc:
         raise VolumeError(f"{_printable(str(goal))} cannot be written: {reason_of(exc)}.") from exc
-    return StorageTarget(goal)
 
 
 def _is_folder(storage: Storage) -> bool:
@@ -316,33 +303,28 @@ def _is_folder(storage: Storage) -> bool:
 
 def _refuse_overlap(origin: Storage, goal: Storage, *, is_folder: bool) -> None:
     here, there = (
-        os.path.realpath(storage.folder) if storage.folder is not None else str(storage) for storage in (origin, goal)
+        str(storage) if storage.folder is None else os.path.realpath(storage.folder) for storage in (origin, goal)
     )
-    overlaps = here == there or (is_folder and (is_within(here, there) or is_within(there, here)))
-    if overlaps:
-        how = "are the same" if here == there else "lie in each other"
+    if here == there or (is_folder and (is_within(here, there) or is_within(there, here))):
         raise VolumeError(
-            f"{_printable(str(origin))} and {_printable(str(goal))} {how}: nothing was copied.\n"
+            f"{_printable(str(goal))} cannot take {_printable(str(origin))}: "
+            f"{'they are the same' if here == there else 'one of them lies in the other'}.\n"
             "  Give a target outside of the source."
         )
 
 
-def _split(path: str | os.PathLike[str]) -> tuple[str, str]:
+def _split(path: str) -> tuple[str, str]:
     """Return the folder and the last name of a path or an address."""
-    folder, slash, name = os.fspath(path).rstrip("/").rpartition("/")
-    return folder or (slash or "."), name
+    folder, slash, name = path.rstrip("/").rpartition("/")
+    return folder or slash or ".", name
 
 
-def _at(storage: Storage, name: str) -> str:
-    return join(str(storage), name) if name else str(storage)
-
-
-def _shown(what: str, pairs: tuple[tuple[str, str], ...]) -> list[str]:
-    if not pairs:
-        return []
-    lines = [f"  {_printable(path)}: {_printable(reason)}" for path, reason in pairs[:_SHOWN]]
-    more = [f"  and {format_count(len(pairs) - _SHOWN)} more"] if len(pairs) > _SHOWN else []
-    return [f"{format_count(len(pairs))} {what}:", *lines, *more]
+def _upwards(name: str) -> Iterator[str]:
+    """Yield a name and those of the folders above it, "" for the topmost."""
+    while name:
+        yield name
+        name = name.rpartition("/")[0]
+    yield ""
 
 
 def _printable(text: str) -> str:

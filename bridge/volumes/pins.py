@@ -95,7 +95,7 @@ class Pin:
 
     def _create(self) -> tuple[str, int]:
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
-        while True:
+        for _ in range(_TRIES):
             path = f"{self._folder}/{os.getpid()}-{secrets.token_hex(6)}"
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             try:
@@ -103,11 +103,12 @@ class Pin:
                 if _is_still_at(path, file):
                     return path, file
             except BlockingIOError:
-                pass  # `Pins` looked at it before it was locked, and took it for one whose owner ended
+                pass  # `Pins` looks at it before it is locked, and takes it for that of a process that ended
             except BaseException:
                 os.close(file)
                 raise
             os.close(file)
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), self._folder)
 
 
 class Pins:

@@ -40,7 +40,7 @@ class Source:
 
         Raises:
             ChangedError: It is gone, or shorter than it was.
-            VolumeError: It cannot be read, also after some tries.
+            VolumeError: It cannot be read.
         """
         with contextlib.ExitStack() as stack:
             read: Callable[[int, int], bytes | memoryview] = functools.partial(self.storage.read, self.name)
@@ -53,7 +53,7 @@ class Source:
             while start < self.num_bytes:
                 try:
                     with _naming(self.storage, self.name):
-                        block = with_retries(functools.partial(read, start, min(start + _BLOCK, self.num_bytes)))
+                        block = read(start, min(start + _BLOCK, self.num_bytes))
                 except FileNotFoundError as exc:
                     raise ChangedError from exc
                 if not block:
@@ -68,11 +68,11 @@ def find_source(storage: Storage, name: str, status: Entry | None = None) -> Sou
     Raises:
         FileNotFoundError: There is no such file.
         IsADirectoryError: It is a folder.
-        VolumeError: It cannot be looked at, also after some tries, or has no size.
+        VolumeError: It cannot be looked at, or tells no size.
     """
     if status is None or status.num_bytes is None or status.mtime_ns is None:
         with _naming(storage, name):
-            status = with_retries(functools.partial(storage.status, name))
+            status = storage.status(name)
     if status.is_folder:
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), f"{storage}/{name}")
     if status.num_bytes is None:
@@ -81,7 +81,10 @@ def find_source(storage: Storage, name: str, status: Entry | None = None) -> Sou
 
 
 class _OpenFile:
-    """Ranges of a file through one descriptor. After a failure the file is opened again, as a handle may be stale."""
+    """Ranges of a file through one descriptor, with retries.
+
+    After a failure the file is opened again, as a handle may be stale.
+    """
 
     def __init__(self, path: str, block_bytes: int) -> None:
         self._path = path
@@ -89,6 +92,14 @@ class _OpenFile:
         self._file: int | None = None
 
     def read(self, start: int, stop: int) -> memoryview:
+        return with_retries(functools.partial(self._read, start, stop))
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _read(self, start: int, stop: int) -> memoryview:
         try:
             if self._file is None:
                 self._file = os.open(self._path, os.O_RDONLY)
@@ -96,11 +107,6 @@ class _OpenFile:
         except OSError:
             self.close()
             raise
-
-    def close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
 
 @contextlib.contextmanager

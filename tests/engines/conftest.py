@@ -24,6 +24,7 @@ class EngineUnderTest:
     catalog: str
     folder: Path
     _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _sessions: list[Any] = field(default_factory=list)
 
     def save(self, frame: Any, *, mode: str = "error", name: str | None = None, provider: str = "delta") -> str:
         """Save rows as a table and return its full name."""
@@ -46,7 +47,13 @@ class EngineUnderTest:
 
         spark = SparkSession(self.spark.client._builder)
         spark.conf.set("spark.sql.session.timeZone", zone)
+        self._sessions.append(spark)
         return spark
+
+    def close(self) -> None:
+        """Close what `new_session` opened: at exit pyspark tries for ten minutes to reach a server that is gone."""
+        for spark in self._sessions:
+            spark.client.close()
 
 
 def _start(name: str, folder: Path, stack: ExitStack) -> EngineUnderTest:
@@ -75,6 +82,7 @@ def _engines(tmp_path_factory: pytest.TempPathFactory, _bare_environment: None) 
         def start(name: str) -> EngineUnderTest:
             if name not in started:
                 started[name] = _start(name, tmp_path_factory.mktemp(name), stack)
+                stack.callback(started[name].close)
             return started[name]
 
         yield start

@@ -36,8 +36,8 @@ def make_files(volume_folder: Path) -> dict[str, bytes]:
 def cache_round(folder: Path, volume_folder: Path, seed: int) -> None:
     """Kill a process that fetches files of `volume_folder` with 8 threads, and check the cache in `folder`.
 
-    Every copy that is handed out afterwards is the file, and what was left half done is deleted by the next who needs the
-    room. Nobody else may use the cache meanwhile.
+    Every copy that is handed out afterwards is the file, and what was left half done is deleted by the next who needs
+    the room. Nobody else may use the cache meanwhile.
     """
     contents = make_files(volume_folder)
     command = [sys.executable, "-m", "tests.volumes.cache_chaos", str(folder), str(volume_folder), str(seed)]
@@ -76,7 +76,8 @@ def open_cache(folder: Path) -> FileCache:
 def _fetch_for_ever(folder: Path, volume_folder: Path, seed: int) -> None:
     names = sorted(make_files(volume_folder))
     storage, cache = LocalStorage(volume_folder), open_cache(folder)
-    print("ready", flush=True)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
 
     def work(number: int) -> None:
         choice = random.Random(seed * 100 + number)

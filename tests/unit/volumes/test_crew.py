@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bridge.volumes.crew import Crew, Stopped, threads_wanted
+
+
+def nothing() -> None:
+    pass
+
+
+@given(threads=st.integers(1, 200), busy=st.floats(0, 16), most=st.integers(1, 200))
+def test_threads_are_never_fewer_nor_more_than_allowed(threads: int, busy: float, most: int) -> None:
+    wanted = threads_wanted(threads, busy, most=most)
+    assert threads <= wanted <= max(most, threads)
+    assert wanted == threads or busy < 0.7
+
+
+def test_threads_that_wait_are_joined_by_as_many_as_keep_a_processor_busy() -> None:
+    assert threads_wanted(4, 0.7, most=128) == 4
+    assert threads_wanted(4, 0.07, most=128) == 40
+    assert threads_wanted(4, 0.0, most=128) == 128
+
+
+def test_tasks_that_wait_get_more_threads_up_to_the_most() -> None:
+    seen: set[int] = set()
+
+    def wait() -> None:
+        seen.add(threading.get_ident())
+        time.sleep(0.03)
+
+    with Crew(16) as crew:
+        crew.add([wait] * 128)
+        crew.drain(nothing)
+    assert len(seen) == 16
+
+
+def test_tasks_that_compute_get_no_more_threads() -> None:
+    seen: set[int] = set()
+
+    def compute() -> None:
+        seen.add(threading.get_ident())
+        until = time.thread_time() + 0.002
+        while time.thread_time() < until:
+            pass
+
+    with Crew(64) as crew:
+        crew.add([compute] * 300)
+        crew.drain(nothing)
+    assert len(seen) <= 8
+
+
+def test_drain_returns_when_tasks_that_tasks_added_are_done() -> None:
+    done: list[int] = []
+
+    with Crew(3) as crew:
+
+        def find(depth: int) -> None:
+            crew.add([lambda: done.append(depth)], [lambda: find(depth - 1)] * 2 if depth else [])
+
+        crew.add(folders=[lambda: find(6)])
+        crew.drain(nothing)
+        assert len(done) == 2**7 - 1
+        crew.add([lambda: done.append(7)])
+        crew.drain(nothing)
+        assert done[-1] == 7
+
+
+def test_an_exception_ends_everything_and_is_raised() -> None:
+    began: list[int] = []
+
+    def fail() -> None:
+        raise ZeroDivisionError("the first")
+
+    with Crew(1) as crew:
+        crew.add([fail, *[lambda: began.append(1)] * 100])
+        with pytest.raises(ZeroDivisionError, match="the first"):
+            crew.drain(nothing)
+    assert began == []
+
+
+def test_an_exception_in_the_context_ends_the_threads() -> None:
+    before = threading.active_count()
+    crew = Crew(2)
+    crew.add([lambda: time.sleep(0.01)] * 10_000)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), crew:
+        crew.drain(interrupt)
+    assert threading.active_count() == before
+
+
+def test_check_raises_once_stopped_and_that_is_no_failure() -> None:
+    with Crew(1) as crew:
+        crew.check()
+
+        def stopped() -> None:
+            crew.stop()
+            crew.check()
+
+        crew.add([stopped])
+        crew.drain(nothing)
+        with pytest.raises(Stopped):
+            crew.check()
+
+
+@pytest.mark.parametrize("most", [1, 6])
+def test_what_is_shared_is_done_once_each(most: int) -> None:
+    done: list[int] = []
+    finished: list[bool] = []
+
+    with Crew(most) as crew:
+
+        def share() -> None:
+            crew.share(iter(range(50)), lambda item: (time.sleep(0.002), done.append(item))[1])
+            finished.append(sorted(done) == list(range(50)))
+
+        crew.add([share])
+        crew.drain(nothing)
+    assert finished == [True]
+
+
+def test_a_failure_in_what_is_shared_reaches_who_shares_after_all_calls_ended() -> None:
+    running = 0
+    lock = threading.Lock()
+
+    def call(item: int) -> None:
+        nonlocal running
+        with lock:
+            running += 1
+        time.sleep(0.005)
+        with lock:
+            running -= 1
+        if item == 10:
+            raise OSError("item 10")
+
+    with Crew(4) as crew:
+
+        def share() -> None:
+            with pytest.raises(OSError, match="item 10"):
+                crew.share(iter(range(1000)), call)
+            assert running == 0
+
+        crew.add([share])
+        crew.drain(nothing)
