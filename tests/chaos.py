@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from tests.volumes.cache_chaos import cache_round
 from tests.volumes.commit_chaos import commit_round, kill_at_every_step
 from tests.volumes.mount import mounted_volume
 
@@ -30,13 +31,18 @@ def main() -> None:
         if asked.on_volume:
             place = stack.enter_context(mounted_volume(folder / "mount", cache_ms=0)).path / "root"
         began = time.monotonic()
-        steps = kill_at_every_step(place)
+        steps = kill_at_every_step(place / "commit")
         print(f"commit: killed at each of {steps} steps", flush=True)
-        committed = sum(commit_round(place, seed + number) for number in range(asked.rounds // 2))
-        kills = 2 * (asked.rounds // 2)
+        # a round of the first kind kills two writers
+        committed = sum(commit_round(place / "commit", seed + number) for number in range(asked.rounds // 4))
+        kills = 2 * (asked.rounds // 4)
         print(
-            f"commit: {kills} random kills, {committed} attempts completed by then, 0 half visible, 0 lost, no garbage"
+            f"commit: {kills} random kills after {committed} attempts, 0 half visible, 0 lost, no garbage", flush=True
         )
+        (place / "files").mkdir()
+        for number in range(asked.rounds - kills):
+            cache_round(folder / "cache", place / "files", seed + number)
+        print(f"cache: {asked.rounds - kills} random kills, 0 files served in part, no garbage")
         print(f"{time.monotonic() - began:.0f} s")
 
 

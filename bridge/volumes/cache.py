@@ -229,11 +229,16 @@ class FileCache:
                 freed += size
 
     def _delete(self, key: str, pins: Pins) -> bool:
-        """Delete an entry; return False where it is in use or cannot be deleted."""
+        """Delete an entry; return False where it is in use or cannot be deleted.
+
+        What was handed out is never deleted: whoever hands it out writes its key to a pin while he holds the entry's
+        lock, with others or alone, and here the pins are read under that lock, held alone. If the pin came first, it is
+        read here; if this came first, there is no entry to be handed out.
+        """
         folder = f"{self._files}/{key}"
         try:
             with hold_folder(folder, fcntl.LOCK_EX):
-                pins.refresh()  # with the lock: nobody pins it from now on
+                pins.refresh()
                 if key in pins.keys:
                     return False
                 _empty(folder)

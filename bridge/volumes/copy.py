@@ -139,8 +139,8 @@ def copy_tree(
         copy.num_bytes,
         copy.num_skipped,
         time.monotonic() - began,
-        tuple((join(str(origin), name), reason) for name, reason in copy.failures),
-        tuple((join(str(origin), name), reason) for name, reason in copy.notes),
+        tuple((f"{origin}/{name}".rstrip("/"), reason) for name, reason in copy.failures),
+        tuple((f"{origin}/{name}".rstrip("/"), reason) for name, reason in copy.notes),
         f"There is no room left in {goal}: the rest was not tried." if copy.is_full else "",
     )
     if report.failures:

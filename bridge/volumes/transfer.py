@@ -176,7 +176,7 @@ class FolderSource:
 
     def folder_mode(self, name: str) -> int:
         """Return the permission bits of a folder, and those that filling it needs."""
-        return os.stat(f"{self._root}/{name}").st_mode & 0o777 | 0o700
+        return _settle(lambda: os.stat(f"{self._root}/{name}")).st_mode & 0o777 | 0o700
 
     def facts(self, found: Found) -> tuple[int, int | None]:
         """Return size and time of a file without opening it."""

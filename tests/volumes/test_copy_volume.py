@@ -84,6 +84,9 @@ def test_a_folder_that_cannot_be_listed_is_named(volume: Volume, tmp_path: Path)
     report = failed(volume.path / "source", tmp_path / "target")
     assert report.failures == ((f"{volume.path}/source/7", "Input/output error"),)
     assert report.num_files == 36
+    volume.fault("eio_list")
+    report = failed(volume.path / "source", tmp_path / "other")
+    assert report.failures == ((f"{volume.path}/source", "Input/output error"),)
 
 
 @pytest.mark.slow

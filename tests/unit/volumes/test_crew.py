@@ -28,31 +28,39 @@ def test_threads_that_wait_are_joined_by_as_many_as_keep_a_processor_busy() -> N
 
 
 def test_tasks_that_wait_get_more_threads_up_to_the_most() -> None:
+    assert threads_that_work() == 16
+
+
+def test_tasks_that_keep_a_processor_busy_get_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    # how much of a processor there is for a test, none can say
+    monkeypatch.setattr(Crew, "_cpu_seconds", lambda _: time.perf_counter())
+    assert threads_that_work() == 2
+
+
+def test_the_time_of_the_threads_is_that_of_what_they_compute() -> None:
+    def compute() -> None:
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+
+    with Crew(2) as crew:
+        before = crew._cpu_seconds()
+        crew.add([compute, compute, lambda: time.sleep(0.5)])
+        crew.drain(nothing)
+        assert 0.4 <= crew._cpu_seconds() - before < 0.5
+
+
+def threads_that_work() -> int:
     seen: set[int] = set()
 
-    def wait() -> None:
+    def task() -> None:
         seen.add(threading.get_ident())
         time.sleep(0.03)
 
     with Crew(16) as crew:
-        crew.add([wait] * 128)
+        crew.add([task] * 128)
         crew.drain(nothing)
-    assert len(seen) == 16
-
-
-def test_tasks_that_compute_get_no_more_threads() -> None:
-    seen: set[int] = set()
-
-    def compute() -> None:
-        seen.add(threading.get_ident())
-        until = time.thread_time() + 0.002
-        while time.thread_time() < until:
-            pass
-
-    with Crew(64) as crew:
-        crew.add([compute] * 300)
-        crew.drain(nothing)
-    assert len(seen) <= 8
+    return len(seen)
 
 
 def test_drain_returns_when_tasks_that_tasks_added_are_done() -> None:
