@@ -108,7 +108,7 @@ class Settings(BaseModel):
     def _check_path(cls, value: object, info: ValidationInfo) -> object:
         if value is None:
             return None
-        if isinstance(value, str | Path):
+        if isinstance(value, str | Path) and "://" not in str(value):
             return _absolute(value)
         raise ValueError(f"{info.field_name} is {value!r}; give the path of a folder.")
 

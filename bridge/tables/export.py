@@ -77,9 +77,9 @@ def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = Non
     """
     settings = load_settings()
     folder = locate(root_or_path, settings.volume_root).folder()
-    body = read_marker(LocalStorage(folder))
-    if body is not None:
-        found = Manifest.from_json(body, folder)
+    marker = read_marker(LocalStorage(folder))
+    if marker is not None:
+        found = Manifest.from_json(marker.body, folder)
         is_other = table is not None and not _is_named(found.table, table)
         if is_other or (version is not None and found.version != version):
             wanted = _named(table or found.table, version)
@@ -87,8 +87,8 @@ def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = Non
         return Table.exported(folder, found, client_max_bytes=settings.client_max_bytes)
     newest: dict[str, tuple[Path, Manifest]] = {}
     for parent in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ():
-        for attempt, body in complete_attempts(LocalStorage(parent)):
-            manifest = Manifest.from_json(body, parent / attempt.name)
+        for attempt, marker in complete_attempts(LocalStorage(parent)):
+            manifest = Manifest.from_json(marker.body, parent / attempt.name)
             if version is None or manifest.version == version:
                 newest.setdefault(manifest.table, (parent / attempt.name, manifest))
     asked = "" if version is None else f" of version {version}"

@@ -77,19 +77,12 @@ def find_reusable(folder: Place, identity: str | None) -> tuple[Path, Manifest] 
     """Return the complete export of that identity whose files are all there in full size."""
     if identity is None or folder.local is None:
         return None
-    for attempt, body in complete_attempts(LocalStorage(folder.local), identity):
-        path = folder.local / attempt.name
-        manifest = Manifest.from_json(body, path)
-        if all(_has_size(path / shard.name, shard.num_bytes) for shard in manifest.shards):
-            return path, manifest
+    storage = LocalStorage(folder.local)
+    for attempt, marker in complete_attempts(storage, identity):
+        if marker.missing(storage, attempt.name) is None:
+            path = folder.local / attempt.name
+            return path, Manifest.from_json(marker.body, path)
     return None
-
-
-def _has_size(path: Path, num_bytes: int) -> bool:
-    try:
-        return path.stat().st_size == num_bytes
-    except OSError:
-        return False
 
 
 def write_export(

@@ -67,6 +67,46 @@ class Attempt:
         return cls(int(match["generation"]), match["label"], match["id"]) if match else None
 
 
+@dataclass(frozen=True)
+class Marker:
+    """What makes an attempt complete: what its writer has to say, and the bytes of each of its files, by name.
+
+    Stored as a line with the digest of the rest, and the rest, both JSON.
+    """
+
+    body: dict[str, Any]
+    sizes: dict[str, int]
+
+    def encode(self) -> bytes:
+        """Return the bytes of its file."""
+        content = {"body": self.body, "sizes": self.sizes}
+        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
+        return json.dumps({"digest": digest_bytes(text)}).encode() + b"\n" + text
+
+    @classmethod
+    def decode(cls, data: bytes) -> Marker | None:
+        """Return the marker whose file holds `data`, None where it is not whole."""
+        head, _, text = data.partition(b"\n")
+        try:
+            return cls(**json.loads(text)) if json.loads(head)["digest"] == digest_bytes(text) else None
+        except (ValueError, KeyError, TypeError):
+            return None
+
+    def missing(self, storage: Storage, folder: str) -> str | None:
+        """Return a file that is not there in full size, None where all are.
+
+        Raises:
+            OSError: A file cannot be looked at.
+        """
+        for name, size in self.sizes.items():
+            try:
+                if storage.status(_within(folder, name)).num_bytes != size:
+                    return name
+            except FileNotFoundError:
+                return name
+        return None
+
+
 class State(enum.Enum):
     """What an attempt is to those who did not write it."""
 
@@ -113,7 +153,7 @@ class OpenAttempt:
             self.storage.make_folder(self.name)
         wait_for_files(self.storage, {f"{self.name}/{name}": size for name, size in sizes.items()}, timeout_s=timeout_s)
         self._lease.check()
-        _write_marker(self.storage, self.name, encode_marker(body))
+        _write_marker(self.storage, self.name, Marker(dict(body), dict(sizes)).encode())
         self._lease.check()
         self.is_complete = True
 
@@ -168,17 +208,17 @@ def attempts(storage: Storage) -> list[Attempt]:
     return sorted((attempt for attempt in found if attempt is not None), key=lambda attempt: attempt.rank)
 
 
-def complete_attempts(storage: Storage, label: str | None = None) -> Iterator[tuple[Attempt, dict[str, Any]]]:
-    """Yield the complete attempts of a storage with what their markers say, the one that readers pick first.
+def complete_attempts(storage: Storage, label: str | None = None) -> Iterator[tuple[Attempt, Marker]]:
+    """Yield the complete attempts of a storage with their markers, the one that readers pick first.
 
     Raises:
         VolumeError: The storage cannot be listed, or a marker that is there cannot be read.
     """
     for attempt in attempts(storage):
         if label is None or attempt.label == label:
-            body = read_marker(storage, attempt.name)
-            if body is not None:
-                yield attempt, body
+            marker = read_marker(storage, attempt.name)
+            if marker is not None:
+                yield attempt, marker
 
 
 def is_marker(name: str) -> bool:
@@ -186,26 +226,8 @@ def is_marker(name: str) -> bool:
     return _MARKER.fullmatch(name) is not None
 
 
-def encode_marker(body: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a marker: a line with the digest of the rest, and the rest, both JSON."""
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
-    return json.dumps({"digest": digest_bytes(text)}).encode() + b"\n" + text
-
-
-def decode_marker(data: bytes) -> dict[str, Any] | None:
-    """Return what a marker says, None where it is not whole."""
-    head, _, text = data.partition(b"\n")
-    try:
-        if json.loads(head)["digest"] != digest_bytes(text):
-            return None
-        body: dict[str, Any] = json.loads(text)
-    except (ValueError, KeyError, TypeError):
-        return None
-    return body
-
-
-def read_marker(storage: Storage, folder: str = "") -> dict[str, Any] | None:
-    """Return the body of a folder's marker, None where there is none that is whole.
+def read_marker(storage: Storage, folder: str = "") -> Marker | None:
+    """Return the marker of a folder, None where there is none that is whole.
 
     Raises:
         VolumeError: A marker is there and cannot be read.
@@ -217,16 +239,16 @@ def read_marker(storage: Storage, folder: str = "") -> dict[str, Any] | None:
             return first
         names = sorted(entry.name for entry in storage.list(folder) if is_marker(entry.name))
         found = (_read_one(storage, _within(folder, name)) for name in names)
-        return next((body for body in found if body is not None), None)
+        return next((marker for marker in found if marker is not None), None)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as exc:
         raise VolumeError(f"the marker of {storage}/{folder} cannot be read: {exc.strerror or exc}.") from exc
 
 
-def _read_one(storage: Storage, name: str) -> dict[str, Any] | None:
+def _read_one(storage: Storage, name: str) -> Marker | None:
     try:
-        return decode_marker(storage.read(name))
+        return Marker.decode(storage.read(name))
     except (FileNotFoundError, IsADirectoryError):
         return None
 

@@ -31,6 +31,7 @@ _TRANSIENT = {
     errno.ECONNRESET, errno.ECONNABORTED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EPIPE,
 }  # fmt: skip
 _RETRY_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
+_ADVICE = "  Install what fsspec needs for it: s3fs for s3://, adlfs for abfss://, gcsfs for gs://."
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}
 # keys under which file systems of fsspec tell when a file was last written, in this order
 _TIMES = ("mtime", "LastModified", "last_modified", "modified", "updated", "created")
@@ -291,10 +292,14 @@ def _by_fsspec(address: str) -> FsspecStorage:
     try:
         filesystem, root = url_to_fs(address)
     except ImportError as exc:
-        raise MissingDependencyError(f"{address} cannot be reached: {exc}") from exc
-    except ValueError as exc:
-        raise VolumeError(f"{address} cannot be reached: {exc}") from exc
+        raise MissingDependencyError(f"{address} cannot be reached: {_first_line(exc)}.\n{_ADVICE}") from exc
+    except Exception as exc:  # each file system of fsspec has errors of its own
+        raise VolumeError(f"{address} cannot be reached: {_first_line(exc)}.\n{_ADVICE}") from exc
     return FsspecStorage(filesystem, root, address)
+
+
+def _first_line(exc: Exception) -> str:
+    return str(exc).partition("\n")[0].rstrip(". ") or type(exc).__name__
 
 
 def flush_file(path: Path) -> None:

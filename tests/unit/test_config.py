@@ -178,6 +178,7 @@ def test_progress(value: object, read: bool) -> None:
         ("progress", "maybe", "progress is 'maybe'; give true or false."),
         ("progress", 2, "progress is 2; give true or false."),
         ("warehouse", 5, "warehouse is 5; give the path of a folder."),
+        ("cache_dir", "s3://bucket/x", "cache_dir is 's3://bucket/x'; give the path of a folder."),
         ("spark_jars", ["a.jar"], "spark_jars is ['a.jar']; give a folder or a comma-separated list of jars."),
         ("volume", 5, "volume is 5; give /Volumes/<catalog>/<schema>/<volume> or the path of a folder."),
     ],

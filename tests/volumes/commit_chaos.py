@@ -128,9 +128,9 @@ def _write_one(storage: Storage, seed: int, report: Report) -> None:
 
 def _check(storage: Storage, events: list[str]) -> None:
     visible: dict[str, Attempt] = {}
-    for attempt, body in complete_attempts(storage):
+    for attempt, marker in complete_attempts(storage):
         visible[attempt.name] = attempt
-        for name, (num_bytes, digest) in body["files"].items():
+        for name, (num_bytes, digest) in marker.body["files"].items():
             content = storage.read(f"{attempt.name}/{name}")
             assert (len(content), digest_bytes(content)) == (num_bytes, digest), f"half visible: {attempt.name}/{name}"
     done = {name for kind, name in map(str.split, events) if kind == "committed"}

@@ -128,7 +128,7 @@ def test_failures_that_last_name_the_file(volume: Volume, cache: FileCache, kind
 
 def test_killed_at_any_moment(mount_volume: Callable[..., Volume], tmp_path: Path) -> None:
     volume = mount_volume(bytes_per_s=50 << 20)
-    for seed in range(20):
+    for seed in range(6):
         cache_round(tmp_path / "cache", volume.path, seed)
 
 

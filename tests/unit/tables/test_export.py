@@ -221,9 +221,9 @@ def test_a_folder_of_one_export_must_be_the_one_asked_for(tmp_path: Path) -> Non
 def test_a_newer_format_is_told(tmp_path: Path) -> None:
     folder, manifest = make_export(tmp_path / "t", [TABLE])
     storage = LocalStorage(tmp_path / "t")
-    ((_, body),) = complete_attempts(storage)
+    ((_, marker),) = complete_attempts(storage)
     with begin(storage, "a") as newer:
-        newer.commit({**body, "format_version": 99}, {})
+        newer.commit({**marker.body, "format_version": 99}, {})
 
     with pytest.raises(ExportError, match="has manifest format 99; this version reads 1"):
         bridge.open_export(tmp_path)

@@ -17,14 +17,13 @@ from bridge.errors import VolumeError
 from bridge.volumes import commit, lease
 from bridge.volumes.commit import (
     Attempt,
+    Marker,
     State,
     attempts,
     begin,
     collect_garbage,
     complete_attempts,
-    decode_marker,
     delete_attempt,
-    encode_marker,
     is_marker,
     judge,
     read_marker,
@@ -32,6 +31,7 @@ from bridge.volumes.commit import (
 from bridge.volumes.storage import FsspecStorage, LocalStorage, Storage, open_storage
 
 BODY = {"name": "é", "rows": [1, 2, {"deep": None}], "digest": "not this one"}
+MARKER = Marker(BODY, {})
 HOUR_NS = 3600 * 10**9
 
 
@@ -60,7 +60,7 @@ def named(storage: Storage, generation: int, attempt_id: str, label: str = "a") 
     """Return a complete attempt of that name."""
     attempt = Attempt(generation, label, attempt_id)
     storage.make_folder(attempt.name)
-    storage.write(f"{attempt.name}/_bridge.0.json", [encode_marker({"id": attempt_id})])
+    storage.write(f"{attempt.name}/_bridge.0.json", [Marker({"id": attempt_id}, {}).encode()])
     return attempt
 
 
@@ -110,8 +110,8 @@ def test_a_marker_makes_an_attempt_complete(storage: Storage) -> None:
 
         opened.commit(BODY, {"file": 3})
 
-        assert list(complete_attempts(storage)) == [(opened.attempt, BODY)]
-    assert list(complete_attempts(storage)) == [(opened.attempt, BODY)]
+        assert list(complete_attempts(storage)) == [(opened.attempt, Marker(BODY, {"file": 3}))]
+    assert list(complete_attempts(storage)) == [(opened.attempt, Marker(BODY, {"file": 3}))]
     assert storage.read(f"{opened.name}/file") == b"xyz"
     assert names(storage, "_leases") == []
 
@@ -122,7 +122,7 @@ def test_a_folder_that_is_one_attempt_is_read_by_itself(storage: Storage, tmp_pa
         LocalStorage(tmp_path / "root" / attempt.name) if storage.folder else open_storage(f"{storage}/{attempt.name}")
     )
 
-    assert read_marker(alone) == BODY
+    assert read_marker(alone) == MARKER
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_what_a_listing_does_not_show_yet_is_still_outranked(storage: Storage) -
     newer = completed(Lagging(storage, "", "", 0), body={"n": 2})  # type: ignore[arg-type]
 
     assert newer.generation > older.generation
-    assert next(complete_attempts(storage)) == (newer, {"n": 2})
+    assert next(complete_attempts(storage)) == (newer, Marker({"n": 2}, {}))
 
 
 def test_the_highest_generation_wins_then_the_smallest_id(storage: Storage) -> None:
@@ -194,7 +194,7 @@ def test_the_highest_generation_wins_then_the_smallest_id(storage: Storage) -> N
         named(storage, generation, letter * 12)
     named(storage, 9, "f" * 12, label="other")
 
-    found = [(attempt.generation, body["id"][0]) for attempt, body in complete_attempts(storage, "a")]
+    found = [(attempt.generation, marker.body["id"][0]) for attempt, marker in complete_attempts(storage, "a")]
 
     assert found == [(3, "a"), (3, "c"), (2, "b"), (2, "d"), (1, "0")]
     assert next(complete_attempts(storage))[0].label == "other"
@@ -228,23 +228,23 @@ def test_a_marker_that_cannot_be_read_is_an_error_and_not_an_older_attempt(
     [b"", b"\n", b"garbage", b"{}\n{}", b"[]\n{}", b"null\nnull", b'{"digest": null}\n{}', b"\xff\xfe\n\x00", b'{"dig'],
 )
 def test_garbage_is_no_marker(content: bytes) -> None:
-    assert decode_marker(content) is None
+    assert Marker.decode(content) is None
 
 
 def test_every_part_of_a_marker_is_no_marker() -> None:
-    whole = encode_marker(BODY)
+    whole = MARKER.encode()
 
-    assert decode_marker(whole) == BODY
-    assert [length for length in range(len(whole)) if decode_marker(whole[:length]) is not None] == []
-    assert decode_marker(whole + b" ") is None
+    assert Marker.decode(whole) == MARKER
+    assert [length for length in range(len(whole)) if Marker.decode(whole[:length]) is not None] == []
+    assert Marker.decode(whole + b" ") is None
 
 
 @given(st.data())
 def test_a_marker_with_one_wrong_bit_is_no_marker(data: st.DataObject) -> None:
-    content = bytearray(encode_marker(BODY))
+    content = bytearray(MARKER.encode())
     content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
 
-    assert decode_marker(bytes(content)) is None
+    assert Marker.decode(bytes(content)) is None
 
 
 def test_a_marker_is_json_that_a_person_can_read(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_marker_is_json_that_a_person_can_read(tmp_path: Path) -> None:
     head, body = (tmp_path / attempt.name / "_bridge.0.json").read_text().split("\n")
 
     assert list(json.loads(head)) == ["digest"]
-    assert json.loads(body) == BODY
+    assert json.loads(body) == {"body": BODY, "sizes": {}}
     assert is_marker("_bridge.0.json")
     assert not is_marker("_bridge.json")
     assert not is_marker("x_bridge.0.json")
@@ -263,9 +263,9 @@ def test_a_second_marker_counts_where_the_first_is_torn(storage: Storage, torn: 
     attempt = Attempt(5, "a", "0" * 12)
     storage.make_folder(attempt.name)
     storage.write(f"{attempt.name}/_bridge.0.json", [torn])
-    storage.write(f"{attempt.name}/_bridge.1.json", [encode_marker(BODY)])
+    storage.write(f"{attempt.name}/_bridge.1.json", [MARKER.encode()])
 
-    assert read_marker(storage, attempt.name) == BODY
+    assert read_marker(storage, attempt.name) == MARKER
 
 
 def test_a_marker_that_fails_is_written_again_under_a_new_name(storage: Storage) -> None:
@@ -274,7 +274,7 @@ def test_a_marker_that_fails_is_written_again_under_a_new_name(storage: Storage)
     attempt = completed(failing)  # type: ignore[arg-type]
 
     assert names(storage, attempt.name) == ["_bridge.2.json"]
-    assert list(complete_attempts(storage)) == [(attempt, BODY)]
+    assert list(complete_attempts(storage)) == [(attempt, MARKER)]
 
 
 def test_a_marker_that_never_succeeds_is_an_error_that_leaves_nothing(storage: Storage) -> None:
@@ -307,7 +307,18 @@ def test_a_marker_is_read_back(storage: Storage, monkeypatch: pytest.MonkeyPatch
     attempt = completed(Losing(storage, "", "", 0))  # type: ignore[arg-type]
 
     assert names(storage, attempt.name) == [f"_bridge.{number}.json" for number in range(4)]
-    assert list(complete_attempts(storage)) == [(attempt, BODY)]
+    assert list(complete_attempts(storage)) == [(attempt, MARKER)]
+
+
+def test_a_marker_tells_which_file_is_missing(storage: Storage) -> None:
+    attempt = completed(storage, one=b"x", two=b"yy")
+    ((_, marker),) = complete_attempts(storage)
+    assert marker.missing(storage, attempt.name) is None
+
+    storage.delete(f"{attempt.name}/two")
+    assert marker.missing(storage, attempt.name) == "two"
+    storage.write(f"{attempt.name}/two", [b"yyy"])
+    assert marker.missing(storage, attempt.name) == "two"
 
 
 # committing
@@ -340,7 +351,7 @@ def test_files_that_show_late_are_waited_for(tmp_path: Path) -> None:
         opened.commit(BODY, {"file": 3})
         timer.join()
 
-    assert list(complete_attempts(storage)) == [(opened.attempt, BODY)]
+    assert list(complete_attempts(storage)) == [(opened.attempt, Marker(BODY, {"file": 3}))]
 
 
 def fail_in_an_attempt(storage: Storage, error: BaseException, *, after_commit: bool) -> None:
@@ -434,7 +445,7 @@ def test_what_cannot_be_deleted_is_told(storage: Storage) -> None:
 
     with pytest.raises(VolumeError, match=r"cannot be deleted: Permission denied\.\n  It may still be complete"):
         delete_attempt(Failing(storage, "delete", "_bridge.", errno.EACCES), attempt)  # type: ignore[arg-type]
-    assert list(complete_attempts(storage)) == [(attempt, BODY)]
+    assert list(complete_attempts(storage)) == [(attempt, Marker(BODY, {"file": 1}))]
     with pytest.raises(VolumeError, match=r"is not complete any more, but not all of it could be deleted: Permission"):
         delete_attempt(Failing(storage, "delete", "file", errno.EACCES), attempt)  # type: ignore[arg-type]
     assert list(complete_attempts(storage)) == []
@@ -464,7 +475,7 @@ def test_only_the_dead_are_garbage(storage: Storage) -> None:
 
 
 def test_an_attempt_with_a_torn_marker_is_garbage(storage: Storage) -> None:
-    torn = left_by_a_dead_writer(storage, **{"_bridge.0.json": encode_marker(BODY)[:20]})
+    torn = left_by_a_dead_writer(storage, **{"_bridge.0.json": MARKER.encode()[:20]})
 
     assert collect_garbage(storage) == [torn]
 
@@ -499,7 +510,7 @@ def test_a_writer_that_stood_still_too_long_does_not_commit(storage: Storage, mo
     with pytest.raises(VolumeError, match=r"was not renewed for 1,801 s: this process stood still.*\n  What it was wr"):
         stand_still()
 
-    assert list(complete_attempts(storage)) == [(earlier, BODY)]
+    assert list(complete_attempts(storage)) == [(earlier, MARKER)]
 
 
 @given(
