@@ -14,8 +14,8 @@ from bridge.display import plain_table
 # A question is a module of this package with `measure(engine=, rounds=, folder=)`.
 QUESTIONS = {
     "collect": "a mixed table of 1M rows through Spark Connect, beside toPandas and toArrow; peak memory",
-    "digest": "1 GiB digested, beside a copy of memory and a read of the file",
     "copying": "3,000 and 15,375 files from a slow volume and on a disk, beside cp; 100,000 small files (no engine)",
+    "digest": "1 GiB digested, beside a copy of memory and a read of the file",
     "startup": "import bridge; a fresh process to its first batch of tensors (always the embedded engine)",
 }
 _ENGINES = ("sail", "apache")

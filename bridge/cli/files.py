@@ -10,14 +10,38 @@ import bridge
 
 
 def cp(
-    source: Annotated[str, typer.Argument(help="A folder or a file: a path, /Volumes/..., or an address.")],
-    target: Annotated[str, typer.Argument(help="What is to hold it; made with the folders above it.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A folder or a file: a path, /Volumes/..., or an address.")
+    ],
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="TARGET", help="The folder that is to hold what SOURCE holds, or where a single file is to go."
+        ),
+    ],
     threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", min=1, help="At most so many; else as it takes.")
+        int | None, typer.Option("--threads", metavar="N", min=1, help="At most so many; else up to 128 as needed.")
     ] = None,
 ) -> None:
-    """Copy a folder or a file. What is there is skipped, so that one that was cut off is run again."""
+    """Copy a folder or a file. What differs in size or time is replaced, the rest skipped: run it again to go on."""
+    _tell_stand_ins(source, target)
     try:
         print(bridge.copy_tree(source, target, num_threads=threads))
     except FileNotFoundError as exc:
         raise typer.BadParameter(str(exc), param_hint="SOURCE") from exc
+    except KeyboardInterrupt:
+        typer.echo("Interrupted. What was copied is whole; run it again for the rest.", err=True)
+        raise typer.Exit(130) from None
+
+
+def _tell_stand_ins(*paths: str) -> None:
+    from bridge.config import load_settings
+    from bridge.volumes.storage import open_storage
+
+    root = load_settings().volume_root
+    for path in paths:
+        folder = open_storage(path, volume_root=root).folder
+        if path.removeprefix("dbfs:").startswith("/Volumes/") and not str(folder or "/Volumes/").startswith(
+            "/Volumes/"
+        ):
+            typer.echo(f"{path} is not mounted here; {folder} stands for it.", err=True)

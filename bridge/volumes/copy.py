@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from bridge.config import load_settings
 from bridge.display import format_bytes, format_count, format_seconds
 from bridge.errors import CopyError, VolumeError
 from bridge.progress import progress_bar
-from bridge.volumes.commit import is_marker
+from bridge.volumes.commit import Marker, is_marker
 from bridge.volumes.crew import Crew, Task
 from bridge.volumes.lease import is_lease
 from bridge.volumes.storage import Entry, Storage, open_storage, with_retries
@@ -64,7 +65,7 @@ class CopyReport:
             lines += [f"  and {format_count(len(pairs) - _SHOWN)} more"] if len(pairs) > _SHOWN else []
         lines += [f"  {_printable(self.stopped)}"] if self.stopped else []
         if self.failures:
-            lines.append("  Run it again for the rest: what is there is skipped.")
+            lines.append("  Mend that and run it again: what is there is skipped.")
         return "\n".join(lines)
 
 
@@ -73,14 +74,15 @@ def copy_tree(
 ) -> CopyReport:
     """Copy a folder and all that is in it, or one file, and return what was done.
 
-    What is there already is skipped: a file of the same size and time or, where the target cannot keep times (volumes,
-    object stores), of the same size and not older. So what was cut off is finished by running it again. On a disk, a
-    file appears at its name when it is whole; on a volume, which cannot rename, it is written at its name and deleted
-    if it fails. Times, and permission bits less the umask, are kept on disks; owners are not.
+    What differs is replaced, and what is there already is skipped: a file of the same size and time or, where the
+    target cannot keep times (volumes, object stores), of the same size and not older. So what was cut off is finished
+    by running it again; what only the target has stays. On a disk, a file appears at its name when it is whole; on a
+    volume, which cannot rename, it is written at its name and deleted if it fails. Times, and permission bits less the
+    umask, are kept on disks; owners are not.
 
     Links are followed, so that the copy holds none; one to a folder in which it lies is left out, and noted. Pipes,
     sockets and devices are failures. An export or a checkpoint becomes complete at its new place last of all, and only
-    if all that belongs to it was copied.
+    if all that it lists is there.
 
     Args:
         source: A folder or a file: a path, /Volumes/..., or an address that fsspec knows. What was written to a volume
@@ -127,21 +129,21 @@ def copy_tree(
     is_far = origin.folder is None or goal.folder is None
     with (
         Crew(num_threads or (_MOST_FAR_THREADS if is_far else _MOST_THREADS)) as crew,
-        progress_bar("copying", total=None, unit=" files", enabled=settings.progress) as bar,
+        progress_bar("copying", total=None, unit="B", enabled=settings.progress) as bar,
     ):
         copy = _Copy(reading, _open_target(goal), goal, crew)
         first = copy.find_folder if is_folder else partial(copy.find_file, new_name)
         crew.add(folders=[partial(first, name, is_new=is_new)])
         for _ in copy.phases():
-            crew.drain(lambda: bar.update(copy.num_files + copy.num_skipped - bar.n))
+            crew.drain(partial(_show, bar, copy))
     report = CopyReport(
         copy.num_files,
         copy.num_bytes,
         copy.num_skipped,
         time.monotonic() - began,
-        tuple((f"{origin}/{name}".rstrip("/"), reason) for name, reason in copy.failures),
-        tuple((f"{origin}/{name}".rstrip("/"), reason) for name, reason in copy.notes),
-        f"There is no room left in {goal}: the rest was not tried." if copy.is_full else "",
+        tuple((f"{origin}/{name}".rstrip("/"), reason) for name, reason in sorted(copy.failures)),
+        tuple((f"{origin}/{name}".rstrip("/"), reason) for name, reason in sorted(copy.notes)),
+        f"There is no room left in {goal}: free some. The rest was not tried." if copy.is_full else "",
     )
     if report.failures:
         raise CopyError(f"{_printable(source)} was not copied whole.\n{report}", report)
@@ -203,7 +205,7 @@ class _Copy:
                 if found.name.count("/") == depth and found.name.rpartition("/")[0] in broken:
                     self._fail(found.name, VolumeError("not copied: some of what it makes complete was not"))
                 elif found.name.count("/") == depth:
-                    self._crew.add([partial(self._copy_file, found, there, found.name)])
+                    self._crew.add([partial(self._copy_marker, found, there)])
             yield
 
     def _there(self, folder: str) -> dict[str, Entry] | None:
@@ -273,11 +275,33 @@ class _Copy:
             self._target.put(name, reader, self._crew, is_there=is_there)
             return reader.num_bytes
 
+    def _copy_marker(self, found: Found, there: Entry | None) -> None:
+        """Copy what makes its folder complete, if all that it lists has come."""
+        try:
+            with self._source.open(found) as reader:
+                marker = Marker.decode(reader.read(0, reader.num_bytes) if reader.num_bytes else b"")
+            missing = marker and marker.missing(self._goal, found.name.rpartition("/")[0])
+        except OSError as exc:
+            self._fail(found.name, exc)
+            return
+        if missing is None:
+            self._copy_file(found, there, found.name)
+        else:
+            self._fail(found.name, VolumeError(f"not copied: it lists {missing}, which is not there in full"))
+
     def _fail(self, name: str, exc: OSError) -> None:
-        self.failures.append((name, reason_of(exc)))
+        # the path in front is that of the source
+        place = exc.filename2 or exc.filename or ""
+        at = f" (at {place})" if str(place).startswith(f"{self._goal}/") else ""
+        self.failures.append((name, reason_of(exc) + at))
         if is_full(exc):
             self.is_full = True
             self._crew.stop()
+
+
+def _show(bar: Any, copy: _Copy) -> None:
+    bar.update(copy.num_bytes - bar.n)
+    bar.set_postfix_str(f"{format_count(copy.num_files + copy.num_skipped)} files", refresh=False)
 
 
 def _open_target(goal: Storage) -> FolderTarget | StorageTarget:
@@ -291,7 +315,10 @@ def _open_target(goal: Storage) -> FolderTarget | StorageTarget:
         target = None if goal.folder is None else FolderTarget(goal.folder)
         return target if target is not None and target.probe() else StorageTarget(goal)
     except OSError as exc:
-        raise VolumeError(f"{_printable(str(goal))} cannot be written: {reason_of(exc)}.") from exc
+        raise VolumeError(
+            f"{_printable(str(goal))} cannot be written: {reason_of(exc)}.\n"
+            "  Give a folder or volume you may write (WRITE VOLUME)."
+        ) from exc
 
 
 def _is_folder(storage: Storage) -> bool:
@@ -309,7 +336,7 @@ def _refuse_overlap(origin: Storage, goal: Storage, *, is_folder: bool) -> None:
         raise VolumeError(
             f"{_printable(str(goal))} cannot take {_printable(str(origin))}: "
             f"{'they are the same' if here == there else 'one of them lies in the other'}.\n"
-            "  Give a target outside of the source."
+            "  What the source holds goes into the target: give a folder outside of the source, and not around it."
         )
 
 

@@ -13,7 +13,6 @@ from typing import Self, TypeVar
 T = TypeVar("T")
 Task = Callable[[], None]
 
-_FIRST_THREADS = 2
 _MOST_WAITING = 1024
 _MOST_SHARING = 8
 _TICK_S = 0.02
@@ -55,7 +54,7 @@ class Crew:
         self._failure: BaseException | None = None
 
     def __enter__(self) -> Self:
-        self._start(min(_FIRST_THREADS, self._most))
+        self._start(1)  # on a disk the processor is the limit, and a second thread costs more than it gives
         return self
 
     def __exit__(self, *_: object) -> None:

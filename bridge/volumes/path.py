@@ -70,7 +70,7 @@ def locate(path: str | os.PathLike[str], volume_root: Path | None = None) -> Pla
     if text == "/Volumes" or text.startswith("/Volumes/"):
         parts = [part for part in text.split("/")[2:] if part not in ("", ".")]
         if ".." in parts:
-            raise VolumeError(f"{text} holds \"..\", which a path of a volume may not.\n  Give the path it leads to.")
+            raise VolumeError(f'{text} holds "..", which a path of a volume may not.\n  Give the path it leads to.')
         if len(parts) < 3:
             raise VolumeError(
                 f"{text} does not name a volume.\n"

@@ -339,11 +339,7 @@ class FolderTarget:
                 start += moved
                 if moved:  # else there may be bytes all the same: some file systems answer so
                     continue
-            block = memoryview(reader.read(start, min(start + reader.block, stop)))
-            while block:
-                written = os.pwrite(descriptor, block, start)
-                block = block[written:]
-                start += written
+            start += os.pwrite(descriptor, reader.read(start, min(start + reader.block, stop)), start)
 
     def _temporary(self, name: str) -> str:
         return f"{self._root}/{join(name.rpartition('/')[0], self._stem)}-{next(self._numbers)}"

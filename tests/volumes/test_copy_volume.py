@@ -142,7 +142,7 @@ def test_an_export_that_cannot_be_read_whole_stays_absent(volume: Volume, tmp_pa
     make_export(volume.backing / "exports" / "main.ml.t", [pa.table({"x": [1, 2]}), pa.table({"x": [3]})])
     volume.fault("eio_read", match="part-00001")
     report = failed(volume.path / "exports", tmp_path / "copied")
-    assert [Path(path).name for path, _ in report.failures] == ["part-00001.parquet", "_bridge.0.json"]
+    assert [Path(path).name for path, _ in report.failures] == ["_bridge.0.json", "part-00001.parquet"]
     with pytest.raises(ExportNotFoundError):
         bridge.open_export(tmp_path / "copied")
     volume.clear_faults()
@@ -197,7 +197,7 @@ def test_a_full_volume_is_told_once(mount_volume: Mount, tmp_path: Path) -> None
     volume = mount_volume(capacity_bytes=100_000)
     source = make_files(tmp_path / "source", 200)
     report = failed(source, volume.path / "target")
-    assert report.stopped == f"There is no room left in {volume.path}/target: the rest was not tried."
+    assert report.stopped == f"There is no room left in {volume.path}/target: free some. The rest was not tried."
     assert all(reason == os.strerror(errno.ENOSPC) for _, reason in report.failures)
     assert 0 < report.num_files <= 33
     whole = content(source)

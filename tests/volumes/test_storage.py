@@ -282,7 +282,9 @@ def test_a_folder_that_is_no_volume_is_itself(tmp_path: Path) -> None:
 
 
 def test_an_address_that_needs_a_package_says_which() -> None:
-    with pytest.raises(MissingDependencyError, match=r"s3://bucket/x cannot be reached: Install s3fs.*\.\n  Install what"):
+    with pytest.raises(
+        MissingDependencyError, match=r"s3://bucket/x cannot be reached: Install s3fs.*\.\n  Install what"
+    ):
         open_storage("s3://bucket/x")
     with pytest.raises(VolumeError, match=r"nonsense:///x cannot be reached: Protocol not known: nonsense\.\n"):
         open_storage("nonsense:///x")

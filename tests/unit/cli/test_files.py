@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+import bridge
 from tests.unit.cli.conftest import Run
 
 
@@ -35,7 +36,7 @@ def test_a_failure_is_told_once_and_ends_with_status_1(run: Run, source: Path, t
     assert lines[2:] == [
         "1 failed:",
         f"  {source}/gone: a link to what is not there",
-        "  Run it again for the rest: what is there is skipped.",
+        "  Mend that and run it again: what is there is skipped.",
     ]
 
 
@@ -54,3 +55,27 @@ def test_a_copy_into_itself_is_refused(run: Run, source: Path) -> None:
 @pytest.mark.parametrize("arguments", [["a"], ["a", "b", "c"], ["a", "b", "--threads", "0"]])
 def test_wrong_usage_ends_with_status_2(run: Run, arguments: list[str]) -> None:
     assert run("cp", *arguments).exit_code == 2
+
+
+def test_a_folder_that_stands_for_a_volume_is_named(
+    run: Run, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRIDGE_VOLUME_ROOT", str(tmp_path / "root"))
+    result = run("cp", source, "/Volumes/main/ml/files/x")
+    assert result.exit_code == 0, result.output
+    assert (
+        result.stderr
+        == f"/Volumes/main/ml/files/x is not mounted here; {tmp_path}/root/main/ml/files/x stands for it.\n"
+    )
+    assert (tmp_path / "root/main/ml/files/x/a").exists()
+
+
+def test_an_interrupted_copy_says_what_to_do(run: Run, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bridge, "copy_tree", interrupted)
+    result = run("cp", source, "target")
+    assert (result.exit_code, result.stderr) == (
+        130, "Interrupted. What was copied is whole; run it again for the rest.\n"
+    )  # fmt: skip

@@ -25,8 +25,9 @@ import bridge
 from bridge.errors import CopyError, ExportNotFoundError, VolumeError
 from bridge.volumes import transfer
 from bridge.volumes.copy import CopyReport, copy_tree
+from bridge.volumes.crew import Crew
 from bridge.volumes.storage import Entry, open_storage
-from bridge.volumes.transfer import FolderTarget, is_copied, is_temporary, is_within, pieces
+from bridge.volumes.transfer import FolderSource, FolderTarget, Found, is_copied, is_temporary, is_within, pieces
 from tests.exports import make_export
 
 
@@ -155,6 +156,7 @@ def test_times_and_permission_bits_are_kept_on_a_disk(tmp_path: Path) -> None:
 @pytest.mark.parametrize("size", [(64 << 20) - 1, (64 << 20) + 12345])
 @pytest.mark.parametrize("by_kernel", [True, False])
 def test_a_big_file_arrives_whole(tmp_path: Path, size: int, by_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Crew, "_cpu_seconds", lambda _: 0.0)  # so that there are idle threads
     if not by_kernel:
 
         def refuse(*_: object) -> int:
@@ -340,6 +342,23 @@ def test_a_pipe_alone_is_refused(tmp_path: Path) -> None:
     assert failed(tmp_path / "pipe", tmp_path / "target").failures[0][1].startswith("a pipe")
 
 
+def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make_tree(tmp_path / "source", files=1)
+    opened = FolderSource.open
+
+    def swap(self: FolderSource, found: Found) -> transfer.Reader:
+        path = source / found.name
+        path.unlink()
+        os.mkfifo(path)
+        return opened(self, found)
+
+    monkeypatch.setattr(FolderSource, "open", swap)
+    report = failed(source, tmp_path / "target")
+    assert report.failures == ((f"{source}/a0/b0/0.bin", "a pipe, which holds nothing to copy"),)
+
+
 # running it again
 
 
@@ -371,7 +390,23 @@ def test_a_folder_in_the_place_of_a_file_fails(tmp_path: Path) -> None:
     (tmp_path / "target" / "a0" / "b0" / "0.bin").mkdir(parents=True)
     (tmp_path / "target" / "a1").write_bytes(b"a file")
     reasons = {path.removeprefix(f"{source}/"): reason for path, reason in failed(source, tmp_path / "target").failures}
-    assert reasons == {"a0/b0/0.bin": os.strerror(errno.EISDIR), "a1": os.strerror(errno.ENOTDIR)}
+    assert reasons == {
+        "a0/b0/0.bin": f"{os.strerror(errno.EISDIR)} (at {tmp_path}/target/a0/b0/0.bin)",
+        "a1": f"{os.strerror(errno.ENOTDIR)} (at {tmp_path}/target/a1)",
+    }
+
+
+def test_an_export_that_lacks_a_shard_is_not_complete_at_its_new_place(tmp_path: Path) -> None:
+    folder, _ = make_export(tmp_path / "exports" / "main.ml.t", [pa.table({"x": [1, 2]}), pa.table({"x": [3]})])
+    (folder / "part-00001.parquet").unlink()
+
+    report = failed(tmp_path / "exports", tmp_path / "target")
+
+    assert report.failures == (
+        (f"{folder}/_bridge.0.json", "not copied: it lists part-00001.parquet, which is not there in full"),
+    )
+    with pytest.raises(bridge.ExportNotFoundError):
+        bridge.open_export(tmp_path / "target")
 
 
 COPY_AND_DIE = """
@@ -583,7 +618,7 @@ def test_a_full_target_ends_the_copy_at_once(tmp_path: Path, monkeypatch: pytest
     report = failed(source, tmp_path / "target", num_threads=4)
     assert len(tries) <= 24
     assert 1 <= len(report.failures) <= 4
-    assert report.stopped == f"There is no room left in {tmp_path}/target: the rest was not tried."
+    assert report.stopped == f"There is no room left in {tmp_path}/target: free some. The rest was not tried."
     assert report.stopped in str(report)
     assert all(not is_temporary(Path(name).name) for name in content(tmp_path / "target"))
     monkeypatch.undo()
@@ -787,7 +822,7 @@ def test_a_report_prints_what_to_do_next() -> None:
         "12 failed:",
         *(f"  /s/{n}: Input/output error" for n in range(10)),
         "  and 2 more",
-        "  Run it again for the rest: what is there is skipped.",
+        "  Mend that and run it again: what is there is skipped.",
     ]
     assert str(CopyReport(1, 5, 7, 0.001)) == "1 file (5 B) copied in 1 ms; 7 skipped"
     assert "/s/two\\nlines\\udcff: no" in str(CopyReport(0, 0, 0, 0, (("/s/two\nlines\udcff", "no"),)))

@@ -73,7 +73,9 @@ def test_a_volume_has_three_names(path: str) -> None:
 
 
 def test_a_volume_has_no_way_out() -> None:
-    with pytest.raises(VolumeError, match=r'holds "\.\.", which a path of a volume may not\.\n  Give the path it leads'):
+    with pytest.raises(
+        VolumeError, match=r'holds "\.\.", which a path of a volume may not\.\n  Give the path it leads'
+    ):
         locate("/Volumes/main/ml/exports/../../other/x")
 
 
