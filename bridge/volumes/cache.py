@@ -32,7 +32,7 @@ from bridge.display import format_bytes
 from bridge.errors import VolumeError
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.pins import Pin, Pins, StalledError, hold_folder
-from bridge.volumes.source import ChangedError, Source, find_source
+from bridge.volumes.source import ChangedError, Found, open_source
 from bridge.volumes.storage import Entry, Storage
 
 _RECORD = "entry.json"
@@ -112,7 +112,7 @@ class FileCache:
         freed = [size for key, size in self._list() if self._delete(key, pins)]
         return Cleared(len(freed), sum(freed), tuple(self.entries()))
 
-    def _fetch(self, copy: _Copy, source: Source, pin: Pin) -> None:
+    def _fetch(self, copy: _Copy, source: _Source, pin: Pin) -> None:
         """Hold a whole copy of a file, made if it is not there.
 
         Raises:
@@ -142,7 +142,7 @@ class FileCache:
                         self._fill(copy, source)
                     pin.hold(copy.key)
                 return
-            except VolumeError:
+            except (VolumeError, ChangedError):
                 raise
             except OSError as exc:
                 if exc.errno not in _NO_ROOM:
@@ -154,19 +154,17 @@ class FileCache:
                     # the disk has less room than it said
                     self._evict(copy.num_bytes, spare=ledger.total // 10)
 
-    def _fill(self, copy: _Copy, source: Source) -> None:
+    def _fill(self, copy: _Copy, source: _Source) -> None:
         _empty(copy.folder)  # of what a killed process left
         try:
             self._make_room(copy.num_bytes)
             os.mkdir(os.path.dirname(copy.path))
             with open(copy.path, "xb", buffering=0) as file:
-                for block in source.read_blocks():
+                for block in source.blocks():
                     _write(file, block)
                     # others may fill the disk at the same time
                     if self._free_bytes() < self.min_free_bytes:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            if not source.is_unchanged():
-                raise ChangedError
             # Not flushed to the disk. After a crash of the machine, a copy whose bytes were lost is too short, as file
             # systems note the length after the bytes; they would not if the room were allocated beforehand.
             with open(copy.record_path, "xb", buffering=0) as file:
@@ -269,7 +267,7 @@ class FileCache:
             + (f" ({format_bytes(free)} are)" if free < math.inf else "")
         )
 
-    def _bypass(self, copy: _Copy, source: Source, reason: str) -> Path:
+    def _bypass(self, copy: _Copy, source: _Source, reason: str) -> Path:
         """Return the file itself."""
         advice = (
             "\n  Raise cache_max_bytes (BRIDGE_CACHE_MAX_BYTES), or let cache_dir (BRIDGE_CACHE_DIR) be a folder on a "
@@ -329,7 +327,7 @@ class Epoch:
             VolumeError: It cannot be read, changes all the time, or cannot be kept and has no path of its own.
         """
         for _ in range(_TRIES):
-            source = find_source(storage, name, status)
+            source = _Source.find(storage, name, status)
             # without a time a change might not show: such a copy is good for one epoch
             state = self._token if source.mtime_ns is None else source.mtime_ns
             copy = _Copy(self._cache._files, f"{storage}/{name}", source.num_bytes, state)
@@ -368,6 +366,64 @@ class _Ledger:
 
 class _UnservedError(Exception):
     """The cache cannot keep a file; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A file in one state: its size and time."""
+
+    storage: Storage
+    name: str
+    num_bytes: int
+    mtime_ns: int | None
+
+    @classmethod
+    def find(cls, storage: Storage, name: str, status: Entry | None = None) -> _Source:
+        """Return a file in the state that `status` tells of, or in the one it has now where that is not known."""
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ValueError(f"name is {name!r}; give the name of a file in {storage}.")
+        if status is None or status.num_bytes is None or status.mtime_ns is None:
+            with _naming(storage, name):
+                status = storage.status(name)
+        if status.is_folder:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), f"{storage}/{name}")
+        if status.num_bytes is None:
+            raise VolumeError(f"{storage}/{name} cannot be copied: {storage} does not tell its size.")
+        return cls(storage, name, status.num_bytes, status.mtime_ns)
+
+    def blocks(self) -> Iterator[bytes]:
+        """Yield the bytes from front to back.
+
+        Raises:
+            ChangedError: The file is gone, or no longer in that state.
+            VolumeError: It cannot be read.
+        """
+        try:
+            status = Entry(self.name.rpartition("/")[2], False, self.num_bytes, self.mtime_ns)
+            with (
+                _naming(self.storage, self.name),
+                open_source(self.storage).open(Found(self.name, entry=status)) as file,
+            ):
+                if file.num_bytes != self.num_bytes or self.mtime_ns not in (None, file.mtime_ns):
+                    raise ChangedError
+                yield from file.blocks()
+            if self.find(self.storage, self.name) != self:
+                raise ChangedError
+        except (FileNotFoundError, IsADirectoryError) as exc:
+            raise ChangedError from exc
+
+
+@contextlib.contextmanager
+def _naming(storage: Storage, name: str) -> Iterator[None]:
+    """Let failures name the file."""
+    try:
+        yield
+    except ChangedError:
+        raise
+    except FileNotFoundError as exc:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{storage}/{name}") from exc
+    except OSError as exc:
+        raise VolumeError(f"{storage}/{name} cannot be read: {exc.strerror or exc}.") from exc
 
 
 class _Copy:

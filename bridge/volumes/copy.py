@@ -17,20 +17,9 @@ from bridge.progress import progress_bar
 from bridge.volumes.commit import Marker, is_marker
 from bridge.volumes.crew import Crew, Task
 from bridge.volumes.lease import is_lease
+from bridge.volumes.source import FolderSource, Found, StorageSource, is_within, join, open_source, reason_of
 from bridge.volumes.storage import Entry, Storage, open_storage, with_retries
-from bridge.volumes.transfer import (
-    FolderSource,
-    FolderTarget,
-    Found,
-    StorageSource,
-    StorageTarget,
-    is_copied,
-    is_full,
-    is_temporary,
-    is_within,
-    join,
-    reason_of,
-)
+from bridge.volumes.target import FolderTarget, StorageTarget, is_copied, is_full, is_temporary
 
 _MOST_THREADS = 128
 _MOST_FAR_THREADS = 32  # a client of an object store keeps large buffers for each file
@@ -125,13 +114,12 @@ def copy_tree(
     else:
         _refuse_overlap(origin, goal, is_folder=True)
     is_new = not _is_folder(goal)
-    reading = StorageSource(origin) if origin.folder is None else FolderSource(origin.folder)
     is_far = origin.folder is None or goal.folder is None
     with (
         Crew(num_threads or (_MOST_FAR_THREADS if is_far else _MOST_THREADS)) as crew,
         progress_bar("copying", total=None, unit="B", enabled=settings.progress) as bar,
     ):
-        copy = _Copy(reading, _open_target(goal), goal, crew)
+        copy = _Copy(open_source(origin), _open_target(goal), goal, crew)
         first = copy.find_folder if is_folder else partial(copy.find_file, new_name)
         crew.add(folders=[partial(first, name, is_new=is_new)])
         for _ in copy.phases():

@@ -19,7 +19,7 @@ import bridge
 from bridge.cli.app import app
 from bridge.errors import CopyError, ExportNotFoundError, VolumeError
 from bridge.volumes.copy import CopyReport, copy_tree
-from bridge.volumes.transfer import is_temporary
+from bridge.volumes.target import is_temporary
 from tests.exports import make_export
 from tests.volumes.mount import Volume
 

@@ -653,7 +653,7 @@ def test_a_file_that_cannot_be_read_is_named(
     def fail(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(os, "preadv", fail)
+    monkeypatch.setattr(os, "pread", fail)
     with cache.epoch() as epoch, pytest.raises(VolumeError, match="volume/a cannot be read: Input/output error"):
         epoch.fetch(storage, "a")
     assert folders(cache) == []

@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 import bridge
 from bridge.errors import CopyError, ExportNotFoundError, VolumeError
-from bridge.volumes import transfer
 from bridge.volumes.copy import CopyReport, copy_tree
 from bridge.volumes.crew import Crew
+from bridge.volumes.source import FolderSource, Found, Reader, is_within
 from bridge.volumes.storage import Entry, open_storage
-from bridge.volumes.transfer import FolderSource, FolderTarget, Found, is_copied, is_temporary, is_within, pieces
+from bridge.volumes.target import FolderTarget, is_copied, is_temporary, pieces
 from tests.exports import make_export
 
 
@@ -348,7 +348,7 @@ def test_a_pipe_that_takes_the_place_of_a_file_is_not_waited_for(
     source = make_tree(tmp_path / "source", files=1)
     opened = FolderSource.open
 
-    def swap(self: FolderSource, found: Found) -> transfer.Reader:
+    def swap(self: FolderSource, found: Found) -> Reader:
         path = source / found.name
         path.unlink()
         os.mkfifo(path)
@@ -778,7 +778,7 @@ def test_few_files_wait_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     source = make_tree(tmp_path / "source", files=3000)
     most, put = 0, FolderTarget.put
 
-    def watched(self: FolderTarget, name: str, reader: transfer.Reader, crew: transfer.Crew, *, is_there: bool) -> None:
+    def watched(self: FolderTarget, name: str, reader: Reader, crew: Crew, *, is_there: bool) -> None:
         nonlocal most
         most = max(most, len(crew._files))
         put(self, name, reader, crew, is_there=is_there)
