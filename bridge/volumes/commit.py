@@ -1,10 +1,10 @@
 """Complete or absent: write-once attempt folders, each made visible by its own marker, written last.
 
 A storage holds attempts `<generation>-<label>-<attempt id>`. An attempt is complete when it holds a marker
-`_bridge.<n>.json` whose digest is right; readers believe nothing else. Only creating and deleting files is relied on:
-no rename, append, link, truncate or exclusive create, which volume mounts refuse. Where several attempts are complete,
-the one of the highest generation wins, then the one of the smallest attempt id, so that everybody who sees the same
-attempts picks the same.
+`_bridge.<n>.json`, n in 0 to 3, whose digest is right; readers believe nothing else. Only creating and deleting files
+is relied on: no rename, append, link, truncate or exclusive create, which volume mounts refuse. Where several attempts
+are complete, the one of the highest generation wins, then the one of the smallest attempt id, so that everybody who
+sees the same attempts picks the same.
 
     begin ── write files ── commit: files seen in full size ── marker written, read back ── complete
       │            │                         │                            │
@@ -31,10 +31,9 @@ from bridge.volumes.lease import GRACE_S, Lease, drop_stale_leases, leased_ids, 
 from bridge.volumes.storage import Storage, is_transient, wait_for_files
 
 _LABEL = re.compile(r"[a-z0-9]{1,32}")
-_NAME = re.compile(rf"(?P<generation>\d{{13}})-(?P<label>{_LABEL.pattern})-(?P<id>[0-9a-f]{{12}})")
-_MARKER = re.compile(r"_bridge\.\d{1,3}\.json")
-_MARKER_TRIES = 4
-_READ_BACK_S = 5.0
+_NAME = re.compile(rf"(?P<generation>\d{{13,}})-(?P<label>{_LABEL.pattern})-(?P<id>[0-9a-f]{{12}})")
+_MARKERS = tuple(f"_bridge.{number}.json" for number in range(4))
+_WITHDRAWN_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,8 @@ class Marker:
     def encode(self) -> bytes:
         """Return the bytes of its file."""
         content = {"body": self.body, "sizes": self.sizes}
-        text = json.dumps(content, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
+        # ASCII, since names of files need not be text
+        text = json.dumps(content, separators=(",", ":"), sort_keys=True).encode()
         return json.dumps({"digest": digest_bytes(text)}).encode() + b"\n" + text
 
     @classmethod
@@ -129,8 +129,9 @@ class OpenAttempt:
     def __init__(self, storage: Storage, attempt: Attempt, lease: Lease) -> None:
         self.storage = storage
         self.attempt = attempt
-        self.is_complete = False
         self._lease = lease
+        self._markers: list[str] = []
+        self._is_complete = False
 
     @property
     def name(self) -> str:
@@ -143,19 +144,55 @@ class OpenAttempt:
         Args:
             body: What the marker is to say, as JSON values: sizes and digests of what readers check.
             sizes: Bytes of each file, by its name in the attempt.
-            timeout_s: How long files that were written may stay unseen.
+            timeout_s: How long what was written may stay unseen.
 
         Raises:
             VolumeError: A file is not there in full size, the marker cannot be written or does not read back, or this
                 process stood still for so long that the attempt may have been collected.
         """
-        if not sizes:
-            self.storage.make_folder(self.name)
-        wait_for_files(self.storage, {f"{self.name}/{name}": size for name, size in sizes.items()}, timeout_s=timeout_s)
-        self._lease.check()
-        _write_marker(self.storage, self.name, Marker(dict(body), dict(sizes)).encode())
-        self._lease.check()
-        self.is_complete = True
+        with _translated(f"{self.storage}/{self.name} cannot be completed"):
+            if not sizes:
+                self.storage.make_folder(self.name)
+            files = {_within(self.name, name): size for name, size in sizes.items()}
+            wait_for_files(self.storage, files, timeout_s=timeout_s)
+            self._lease.check()
+            self._write_marker(Marker(dict(body), dict(sizes)).encode(), timeout_s)
+            self._lease.check()
+            self._is_complete = True
+
+    def _write_marker(self, data: bytes, timeout_s: float) -> None:
+        """Write a marker; one that fails is tried again under a new name, since its own may hold a part for good."""
+        problem = ""
+        for marker in _MARKERS:
+            name = _within(self.name, marker)
+            try:
+                # an iterator: the storage shall not try again under this name
+                self.storage.write(name, iter([data]))
+                self._markers.append(name)
+                if _read_when_seen(self.storage, name, timeout_s) == data:
+                    return
+                problem = "it does not read back as it was written"
+            except OSError as exc:
+                if isinstance(exc, VolumeError) or not is_transient(exc):
+                    raise
+                problem = exc.strerror or str(exc)
+                time.sleep(0.1)
+        raise VolumeError(
+            f"no marker could be written to {self.storage}/{self.name} in {len(_MARKERS)} tries: {problem}."
+        )
+
+    def _abandon(self) -> None:
+        """Delete what was written, unless it was committed; what cannot be deleted now is collected later."""
+        if self._is_complete:
+            return
+        with contextlib.suppress(OSError):
+            deadline = time.monotonic() + _WITHDRAWN_S
+            while self._markers and time.monotonic() < deadline:
+                self._markers = [name for name in self._markers if not self.storage.delete(name)]
+                time.sleep(0.05 if self._markers else 0)
+            # A marker that is not seen yet may show at any time, and must find all its files then.
+            if not self._markers:
+                delete_attempt(self.storage, self.attempt)
 
 
 @contextlib.contextmanager
@@ -180,14 +217,12 @@ def begin(storage: Storage, label: str) -> Iterator[OpenAttempt]:
         ) from exc
     try:
         generation = max((attempt.generation + 1 for attempt in attempts(storage)), default=0)
-        opened = OpenAttempt(storage, Attempt(max(generation, lease.started_ns // 1_000_000), label, attempt_id), lease)
+        generation = max(generation, lease.started_ns // 1_000_000)
+        opened = OpenAttempt(storage, Attempt(generation, label, attempt_id), lease)
         try:
             yield opened
         finally:
-            if not opened.is_complete:
-                # what cannot be deleted now is garbage that is collected later
-                with contextlib.suppress(OSError):
-                    delete_attempt(storage, opened.attempt)
+            opened._abandon()
     finally:
         lease.end()
 
@@ -198,13 +233,11 @@ def attempts(storage: Storage) -> list[Attempt]:
     Raises:
         VolumeError: The storage cannot be listed.
     """
-    try:
-        names = [entry.name for entry in storage.list() if entry.is_folder]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as exc:
-        raise VolumeError(f"{storage} cannot be listed: {exc.strerror or exc}.") from exc
-    found = (Attempt.parse(name) for name in names)
+    with _translated(f"{storage} cannot be listed"):
+        try:
+            found = [Attempt.parse(entry.name) for entry in storage.list() if entry.is_folder and not entry.is_link]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
     return sorted((attempt for attempt in found if attempt is not None), key=lambda attempt: attempt.rank)
 
 
@@ -223,7 +256,12 @@ def complete_attempts(storage: Storage, label: str | None = None) -> Iterator[tu
 
 def is_marker(name: str) -> bool:
     """Return whether a file of this name makes its folder complete."""
-    return _MARKER.fullmatch(name) is not None
+    return name in _MARKERS
+
+
+def marker_names(folder: str = "") -> list[str]:
+    """Return all names that a marker of a folder may have. They are asked for by name: listings may lag."""
+    return [_within(folder, name) for name in _MARKERS]
 
 
 def read_marker(storage: Storage, folder: str = "") -> Marker | None:
@@ -232,56 +270,22 @@ def read_marker(storage: Storage, folder: str = "") -> Marker | None:
     Raises:
         VolumeError: A marker is there and cannot be read.
     """
-    try:
-        # mostly there, and seen by name before a listing shows it
-        first = _read_one(storage, _within(folder, "_bridge.0.json"))
-        if first is not None:
-            return first
-        names = sorted(entry.name for entry in storage.list(folder) if is_marker(entry.name))
-        found = (_read_one(storage, _within(folder, name)) for name in names)
-        return next((marker for marker in found if marker is not None), None)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as exc:
-        raise VolumeError(f"the marker of {storage}/{folder} cannot be read: {exc.strerror or exc}.") from exc
+    with _translated(f"the marker of {storage}/{folder} cannot be read"):
+        for name in marker_names(folder):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                if (marker := Marker.decode(storage.read(name))) is not None:
+                    return marker
+    return None
 
 
-def _read_one(storage: Storage, name: str) -> Marker | None:
-    try:
-        return Marker.decode(storage.read(name))
-    except (FileNotFoundError, IsADirectoryError):
-        return None
-
-
-def _write_marker(storage: Storage, folder: str, data: bytes) -> None:
-    """Write a marker; one that fails is tried again under a new name, since its own may hold a part for good."""
-    problem = "it does not read back as it was written"
-    for number in range(_MARKER_TRIES):
-        name = _within(folder, f"_bridge.{number}.json")
-        try:
-            # an iterator: the storage shall not try again under this name
-            storage.write(name, iter([data]))
-            if _reads_back(storage, name, data):
-                return
-        except FileExistsError:
-            problem = f"{name} is there already"
-        except OSError as exc:
-            if not is_transient(exc):
-                raise VolumeError(f"the marker {storage}/{name} cannot be written: {exc.strerror or exc}.") from exc
-            problem = exc.strerror or str(exc)
-            time.sleep(0.1 * 2**number)
-    raise VolumeError(f"no marker could be written to {storage}/{folder} in {_MARKER_TRIES} tries: {problem}.")
-
-
-def _reads_back(storage: Storage, name: str, data: bytes) -> bool:
-    deadline = time.monotonic() + _READ_BACK_S
+def _read_when_seen(storage: Storage, name: str, timeout_s: float) -> bytes:
+    deadline = time.monotonic() + timeout_s
     while True:
         with contextlib.suppress(FileNotFoundError):
-            if storage.read(name) == data:
-                return True
+            return storage.read(name)
         if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
+            raise VolumeError(f"the marker {storage}/{name} is not there {timeout_s:g} s after it was written.")
+        time.sleep(0.05)
 
 
 def delete_attempt(storage: Storage, attempt: Attempt) -> None:
@@ -290,32 +294,13 @@ def delete_attempt(storage: Storage, attempt: Attempt) -> None:
     Raises:
         VolumeError: Something of it could not be deleted. It is not complete any more unless the message says so.
     """
-    folder = attempt.name
-    try:
-        # by name too: a listing may not show a marker yet
-        storage.delete(f"{folder}/_bridge.0.json")
-        for entry in _listed(storage, folder):
-            if is_marker(entry):
-                storage.delete(f"{folder}/{entry}")
-    except NotADirectoryError:
-        return
-    except OSError as exc:
-        raise VolumeError(
-            f"{storage}/{folder} cannot be deleted: {exc.strerror or exc}.\n  It may still be complete."
-        ) from exc
-    try:
-        _delete_tree(storage, folder)
-    except OSError as exc:
-        raise VolumeError(
-            f"{storage}/{folder} is not complete any more, but not all of it could be deleted: {exc.strerror or exc}."
-        ) from exc
-
-
-def _listed(storage: Storage, folder: str) -> list[str]:
-    try:
-        return [entry.name for entry in storage.list(folder)]
-    except FileNotFoundError:
-        return []
+    folder = f"{storage}/{attempt.name}"
+    with _translated(f"{folder} cannot be deleted, and may still be complete"):
+        for name in marker_names(attempt.name):
+            with contextlib.suppress(NotADirectoryError):
+                storage.delete(name)
+    with _translated(f"{folder} is not complete any more, but not all of it could be deleted"):
+        _delete_tree(storage, attempt.name)
 
 
 def _delete_tree(storage: Storage, folder: str) -> None:
@@ -337,28 +322,41 @@ def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attem
     Leases that nobody renews are deleted too.
 
     Raises:
-        VolumeError: The storage cannot be listed or written.
+        VolumeError: The storage cannot be listed or written, or something could not be deleted; all else was.
     """
     found = attempts(storage)
     if not found:
         return []
-    now_ns = storage_time_ns(storage)
-    leased = leased_ids(storage, now_ns=now_ns, grace_s=grace_s)
-    collected = []
+    collected: list[Attempt] = []
+    problems: list[VolumeError] = []
+    with _translated(f"the leases of {storage} cannot be read"):
+        now_ns = storage_time_ns(storage)
+        leased = leased_ids(storage, now_ns=now_ns, grace_s=grace_s)
     for attempt in found:
-        state = judge(
-            attempt,
-            has_marker=False,
-            is_leased=attempt.attempt_id in leased,
-            now_ns=now_ns,
-            grace_s=grace_s,
-        )
-        # the marker is read last: whoever is leased or young costs nothing
-        if state is State.DEAD and read_marker(storage, attempt.name) is None:
-            delete_attempt(storage, attempt)
-            collected.append(attempt)
-    drop_stale_leases(storage, now_ns=now_ns, grace_s=grace_s)
+        try:
+            is_leased = attempt.attempt_id in leased
+            state = judge(attempt, has_marker=False, is_leased=is_leased, now_ns=now_ns, grace_s=grace_s)
+            # the marker is read last: whoever is leased or young costs nothing
+            if state is State.DEAD and read_marker(storage, attempt.name) is None:
+                delete_attempt(storage, attempt)
+                collected.append(attempt)
+        except VolumeError as exc:
+            problems.append(exc)
+    with _translated(f"the leases of {storage} cannot be deleted"):
+        drop_stale_leases(storage, now_ns=now_ns, grace_s=grace_s)
+    if problems:
+        raise problems[0]
     return collected
+
+
+@contextlib.contextmanager
+def _translated(problem: str) -> Iterator[None]:
+    try:
+        yield
+    except VolumeError:
+        raise
+    except OSError as exc:
+        raise VolumeError(f"{problem}: {exc.strerror or exc}.") from exc
 
 
 def _within(folder: str, name: str) -> str:

@@ -14,7 +14,7 @@ import threading
 import time
 
 from bridge.errors import VolumeError
-from bridge.volumes.storage import Storage
+from bridge.volumes.storage import Storage, wait_for_files
 
 GRACE_S = 3600.0
 
@@ -35,12 +35,12 @@ class Lease:
     """A lease on one attempt: from `start` on it is renewed in the background, until `end`."""
 
     def __init__(
-        self, storage: Storage, attempt_id: str, *, beat_s: float = _BEAT_S, lapse_s: float = GRACE_S / 2
+        self, storage: Storage, attempt_id: str, *, beat_s: float | None = None, lapse_s: float | None = None
     ) -> None:
         self._storage = storage
         self._stem = f"{_FOLDER}/{attempt_id}.{secrets.token_hex(6)}"
-        self._beat_s = beat_s
-        self._lapse_s = lapse_s
+        self._beat_s = _BEAT_S if beat_s is None else beat_s
+        self._lapse_s = GRACE_S / 2 if lapse_s is None else lapse_s
         self._count = 0
         self._renewed = 0.0
         self._ended = threading.Event()
@@ -76,8 +76,8 @@ class Lease:
         """Stop renewing, and delete the beats; those that cannot be deleted grow old."""
         self._ended.set()
         self._thread.join()
-        for number in range(max(1, self._count - _KEPT), self._count + 1):
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            for number in range(max(1, self._count - _KEPT), self._count + 1):
                 self._storage.delete(f"{self._stem}.{number}")
 
     def _renew(self) -> None:
@@ -126,6 +126,8 @@ def storage_time_ns(storage: Storage) -> int:
             return _time_of_new(storage, name)
         finally:
             storage.delete(name)
+    except VolumeError:
+        raise
     except OSError as exc:
         raise VolumeError(f"{storage} cannot be written: {exc.strerror or exc}.") from exc
 
@@ -140,9 +142,11 @@ def _beats(storage: Storage, now_ns: int) -> dict[str, tuple[str, float]]:
     for entry in entries:
         match = _BEAT.fullmatch(entry.name)
         if match or _CLOCK.fullmatch(entry.name):
-            with contextlib.suppress(FileNotFoundError):  # renewed meanwhile: a younger one is there
+            try:
                 written_ns = entry.mtime_ns or _time_of(storage, f"{_FOLDER}/{entry.name}")
-                found[entry.name] = (match["id"] if match else "", (now_ns - written_ns) / 1e9)
+            except FileNotFoundError:
+                written_ns = now_ns  # renewed meanwhile: whoever does that is alive
+            found[entry.name] = (match["id"] if match else "", (now_ns - written_ns) / 1e9)
     return found
 
 
@@ -152,10 +156,8 @@ def _time_of(storage: Storage, name: str) -> int:
 
 
 def _time_of_new(storage: Storage, name: str) -> int:
-    try:
-        return _time_of(storage, name)
-    except FileNotFoundError:  # a mount that shows it later
-        return time.time_ns()
+    wait_for_files(storage, {name: 0})
+    return _time_of(storage, name)
 
 
 def _uptime() -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from bridge.config import data_folder, load_settings
 from bridge.errors import VolumeError
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]*):(?=/)", re.IGNORECASE)
+_LOCAL_SCHEMES = ("file", "local")
 # Readers expand these in a path, Spark's as much as glob.
 _GLOB = re.compile(r"[?*\[\]{}]")
 
@@ -63,7 +65,8 @@ def locate(path: str | os.PathLike[str], volume_root: Path | None = None) -> Pla
     folders under `volume_root` (default: the data folder) where there is none. Other paths stand as they are.
 
     Raises:
-        VolumeError: A volume path that does not name catalog, schema and volume.
+        VolumeError: A volume path that does not name catalog, schema and volume, or, where volumes are mounted, one
+            that is not there.
     """
     text = os.fspath(path)
     text = text.removeprefix("dbfs:") if text.startswith("dbfs:/Volumes/") else text
@@ -79,11 +82,16 @@ def locate(path: str | os.PathLike[str], volume_root: Path | None = None) -> Pla
         name = "/Volumes/" + "/".join(parts)
         if is_mounted(name):
             return Place(name, Path(name))
+        if volume_root is None and _is_there(Path(*Path(name).parts[:3])):
+            raise VolumeError(
+                f"there is no volume {'.'.join(parts[:3])}, or you may not use it.\n"
+                "  Correct the name, or ask for READ VOLUME and for USE of its catalog and schema."
+            )
         return Place(name, (volume_root or data_folder() / "volumes").joinpath(*parts))
     scheme = _SCHEME.match(text)
-    if scheme and scheme.group(1).lower() != "file":
+    if scheme and scheme.group(1).lower() not in _LOCAL_SCHEMES:
         return Place(text, None)
-    plain = re.sub(r"^/{2,}", "/", text[5:]) if scheme else text
+    plain = re.sub(r"^/{2,}", "/", text[scheme.end() :]) if scheme else text
     local = Path(os.path.expanduser(plain))  # Path.expanduser raises for a user that is not known
     return Place(str(local), local if local.is_absolute() else Path.cwd() / local)
 
@@ -120,5 +128,14 @@ def refuse_glob(place: Place) -> None:
 
 
 def is_mounted(volume: str) -> bool:
-    """Return whether the volume of a normalised `/Volumes/c/s/v...` name is a folder here."""
-    return Path(*Path(volume).parts[:5]).is_dir()
+    """Return whether the volume of a normalised `/Volumes/c/s/v...` name is there, whether or not it answers."""
+    return _is_there(Path(*Path(volume).parts[:5]))
+
+
+def _is_there(folder: Path) -> bool:
+    try:
+        return stat.S_ISDIR(folder.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # not ours to use, or broken: not to be taken for one that is not mounted
+        return True

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,9 +28,10 @@ T = TypeVar("T")
 _BLOCK = 8 << 20
 # what a mount over a network answers for a while and then no more
 _TRANSIENT = {
-    errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE, errno.EREMOTEIO,
+    errno.EIO, errno.EAGAIN, errno.EBUSY, errno.EINTR, errno.ETIMEDOUT, errno.ESTALE,
     errno.ECONNRESET, errno.ECONNABORTED, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ENETDOWN, errno.EPIPE,
 }  # fmt: skip
+_SEEN_S = 10.0
 _RETRY_DELAYS_S = (0.05, 0.2, 0.8, 2.0)
 _ADVICE = "  Install what fsspec needs for it: s3fs for s3://, adlfs for abfss://, gcsfs for gs://."
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}
@@ -70,8 +72,8 @@ class Storage(Protocol):
     def write(self, name: str, blocks: Iterable[bytes | memoryview]) -> None:
         """Write a new file front to back, and flush it as far as the place knows how to; on failure it is deleted."""
 
-    def delete(self, name: str) -> None:
-        """Delete a file; nothing where it is gone."""
+    def delete(self, name: str) -> bool:
+        """Delete a file; return whether it was there."""
 
     def make_folder(self, name: str = "") -> None:
         """Make a folder and those above it; nothing where it is there, or where folders do not exist."""
@@ -103,7 +105,7 @@ class LocalStorage:
 
         def scan() -> list[Entry]:
             with os.scandir(self.path(name)) as found:
-                return [Entry(entry.name, entry.is_dir(), is_link=entry.is_symlink()) for entry in found]
+                return [Entry(entry.name, _is_folder(entry), is_link=entry.is_symlink()) for entry in found]
 
         return iter(with_retries(scan))
 
@@ -126,9 +128,13 @@ class LocalStorage:
             _write(path, blocks)
         _sync_folder(path.parent)
 
-    def delete(self, name: str) -> None:
-        """Delete a file."""
-        with_retries(lambda: self.path(name).unlink(missing_ok=True))
+    def delete(self, name: str) -> bool:
+        """Delete a file; return whether it was there."""
+        try:
+            with_retries(self.path(name).unlink)
+        except FileNotFoundError:
+            return False
+        return True
 
     def make_folder(self, name: str = "") -> None:
         """Make a folder and those above it."""
@@ -204,10 +210,14 @@ class FsspecStorage:
                 self._filesystem.rm_file(path)
             raise
 
-    def delete(self, name: str) -> None:
-        """Delete a file."""
-        with contextlib.suppress(FileNotFoundError), self._translated(name):
-            self._filesystem.rm_file(self._path(name))
+    def delete(self, name: str) -> bool:
+        """Delete a file; return whether it was there."""
+        try:
+            with self._translated(name):
+                self._filesystem.rm_file(self._path(name))
+        except FileNotFoundError:
+            return False
+        return True
 
     def make_folder(self, name: str = "") -> None:
         """Make a folder where the file system has folders."""
@@ -295,6 +305,8 @@ def _by_fsspec(address: str) -> FsspecStorage:
         raise MissingDependencyError(f"{address} cannot be reached: {_first_line(exc)}.\n{_ADVICE}") from exc
     except Exception as exc:  # each file system of fsspec has errors of its own
         raise VolumeError(f"{address} cannot be reached: {_first_line(exc)}.\n{_ADVICE}") from exc
+    if "file" in filesystem.protocol:  # what fsspec takes any text for that it cannot split
+        raise VolumeError(f"{address} is no address.\n  Give scheme://..., or a path without a scheme.")
     return FsspecStorage(filesystem, root, address)
 
 
@@ -344,20 +356,42 @@ def _read(path: Path, start: int, stop: int | None) -> bytes:
     return b"".join(parts)
 
 
-def _write(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
+def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
-        with open(path, "xb", buffering=0) as file:
+        return entry.is_dir()
+    except OSError:
+        if entry.is_symlink():  # one that leads to itself
+            return False
+        raise
+
+
+def _write(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
+    # closed before it is taken back: some mounts show a file only then
+    file = open(path, "xb", buffering=0)  # noqa: SIM115
+    made = os.fstat(file.fileno())
+    try:
+        with file:
             for block in blocks:
                 view = memoryview(block).cast("B")
                 while view.nbytes:
                     view = view[file.write(view) :]
             _sync(file.fileno())
-    except FileExistsError:
-        raise
     except BaseException:
-        with contextlib.suppress(OSError):
-            path.unlink()
+        _take_back(path, made)
         raise
+
+
+def _take_back(path: Path, made: os.stat_result) -> None:
+    """Delete a file that we made, which may not be seen yet, unless another has taken its name meanwhile."""
+    deadline = time.monotonic() + _SEEN_S
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
+            try:
+                if os.path.samestat(path.stat(), made):
+                    path.unlink()
+                return
+            except FileNotFoundError:
+                time.sleep(0.05)
 
 
 def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: float = 30.0) -> None:
@@ -370,10 +404,11 @@ def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: flo
         VolumeError: A file is missing, or of another size, after `timeout_s`.
     """
     deadline = time.monotonic() + timeout_s
+    given_up = threading.Event()
 
     def wait(name: str) -> None:
         delay = 0.01
-        while True:
+        while not given_up.is_set():
             try:
                 found = storage.status(name).num_bytes
             except FileNotFoundError:
@@ -386,7 +421,7 @@ def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: flo
                     f"{storage}/{name} {seen} {timeout_s:g} s after {sizes[name]:,} bytes were written.\n"
                     "  Another writer may use the same folder, or the mount loses writes. Write again."
                 )
-            time.sleep(delay)
+            given_up.wait(delay)
             delay = min(2 * delay, 1.0)
 
     if len(sizes) < 2:
@@ -394,8 +429,11 @@ def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: flo
             wait(name)
         return
     with ThreadPoolExecutor(min(32, len(sizes))) as threads:
-        for _ in threads.map(wait, sizes):
-            pass
+        try:
+            for _ in threads.map(wait, sizes):
+                pass
+        finally:
+            given_up.set()
 
 
 def _entry(info: Mapping[str, Any]) -> Entry:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
+import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +30,7 @@ from bridge.volumes.storage import (
     wait_for_files,
     with_retries,
 )
+from tests.volumes.mount import Volume
 
 
 @pytest.fixture(params=["disk", "memory", pytest.param("volume", marks=pytest.mark.fuse)])
@@ -281,11 +284,66 @@ def test_a_folder_that_is_no_volume_is_itself(tmp_path: Path) -> None:
     assert open_storage(f"file://{tmp_path}").folder == tmp_path
 
 
+def test_a_link_to_itself_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+
+    assert list(LocalStorage(tmp_path).list()) == [Entry("loop", False, is_link=True)]
+
+
+@pytest.mark.fuse
+def test_a_file_that_fails_is_taken_back_when_it_is_seen(mount_volume: Callable[..., Volume]) -> None:
+    volume = mount_volume(lookup_lag_ms=300, capacity_bytes=100_000)
+    storage = LocalStorage(volume.path)
+
+    with pytest.raises(OSError, match="No space left on device"):
+        storage.write("file", [bytes(200_000)])
+
+    assert volume.counts().stored == 0
+    assert os.listdir(volume.backing) == []
+
+
+def test_a_file_that_another_wrote_in_our_place_stays(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+
+    def blocks() -> Iterator[bytes]:
+        yield b"ours"
+        storage.delete("file")
+        storage.write("file", [b"theirs"])
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        storage.write("file", blocks())
+    assert storage.read("file") == b"theirs"
+
+
+WAIT = """
+import sys
+from pathlib import Path
+from bridge.volumes.storage import LocalStorage, wait_for_files
+print("waiting", flush=True)
+wait_for_files(LocalStorage(Path(sys.argv[1])), {str(number): 1 for number in range(100)}, timeout_s=60)
+"""
+
+
+def test_waiting_can_be_interrupted(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", WAIT, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as child:
+        assert child.stdout
+        child.stdout.readline()
+        time.sleep(0.3)
+        child.send_signal(signal.SIGINT)
+        _, told = child.communicate(timeout=20)
+    assert told.endswith(b"KeyboardInterrupt\n")
+
+
 def test_an_address_that_needs_a_package_says_which() -> None:
     with pytest.raises(
         MissingDependencyError, match=r"s3://bucket/x cannot be reached: Install s3fs.*\.\n  Install what"
     ):
         open_storage("s3://bucket/x")
+    with pytest.raises(VolumeError, match=r"s3:/bucket/x is no address\.\n  Give scheme://"):
+        open_storage("s3:/bucket/x")
     with pytest.raises(VolumeError, match=r"nonsense:///x cannot be reached: Protocol not known: nonsense\.\n"):
         open_storage("nonsense:///x")
 

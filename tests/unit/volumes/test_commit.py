@@ -283,14 +283,12 @@ def test_a_marker_that_never_succeeds_is_an_error_that_leaves_nothing(storage: S
     with pytest.raises(VolumeError, match=r"no marker could be written to .* in 4 tries: Input/output error"):
         completed(failing, file=b"x")  # type: ignore[arg-type]
     assert names(storage) == ["_leases"]
-    with pytest.raises(VolumeError, match=r"the marker .*_bridge\.0\.json cannot be written: No space left on device"):
+    with pytest.raises(VolumeError, match=r"/\d{13}-a-[0-9a-f]{12} cannot be completed: No space left on device"):
         completed(Failing(storage, "write", "_bridge.", errno.ENOSPC))  # type: ignore[arg-type]
     assert names(storage) == ["_leases"]
 
 
-def test_a_marker_is_read_back(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(commit, "_READ_BACK_S", 0.05)
-
+def test_a_marker_is_read_back(storage: Storage) -> None:
     class Losing(Failing):
         """Loses the end of each marker but the last."""
 
@@ -409,6 +407,98 @@ def test_a_label_is_what_names_can_hold(storage: Storage, label: str) -> None:
         pass
 
 
+class Hiding(Failing):
+    """Shows files whose names hold `name` only a while after they were written, as a mount with negative caching."""
+
+    def __init__(self, storage: Storage, name: str, lag_s: float) -> None:
+        super().__init__(storage, "", name, 0)
+        self._lag_s, self._written = lag_s, {}  # type: ignore[var-annotated]
+
+    def __getattr__(self, call: str) -> Any:
+        method = getattr(self._storage, call)
+        if call == "write":
+
+            def write(name: str, blocks: Iterable[bytes]) -> None:
+                self._written[name] = time.monotonic()
+                method(name, blocks)
+
+            return write
+        if call not in ("read", "status", "delete"):
+            return method
+
+        def seen(name: str, *args: Any) -> Any:
+            if self._name in name and time.monotonic() - self._written.get(name, -1e9) < self._lag_s:
+                if call == "delete":
+                    return False
+                raise FileNotFoundError(name)
+            return method(name, *args)
+
+        return seen
+
+
+def test_a_marker_that_shows_late_is_waited_for(storage: Storage) -> None:
+    attempt = completed(Hiding(storage, "_bridge.", 0.3), file=b"x")  # type: ignore[arg-type]
+
+    assert names(storage, attempt.name) == ["_bridge.0.json", "file"]
+
+
+@pytest.mark.parametrize(("withdrawn_s", "is_kept"), [(30.0, False), (0.1, True)])
+def test_a_marker_that_shows_too_late_never_stands_alone(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch, withdrawn_s: float, is_kept: bool
+) -> None:
+    monkeypatch.setattr(commit, "_WITHDRAWN_S", withdrawn_s)
+    hiding = Hiding(storage, "_bridge.", 0.6)
+
+    def write() -> None:
+        with begin(hiding, "a") as opened:  # type: ignore[arg-type]
+            storage.make_folder(opened.name)
+            storage.write(f"{opened.name}/file", [b"x"])
+            opened.commit(BODY, {"file": 1}, timeout_s=0.1)
+
+    with pytest.raises(VolumeError, match=r"_bridge\.0\.json is not there 0\.1 s after it was written"):
+        write()
+
+    found = list(complete_attempts(storage))
+    assert len(found) == is_kept
+    assert [marker.missing(storage, attempt.name) for attempt, marker in found] == [None] * is_kept
+
+
+def test_a_later_marker_is_found_by_its_name(storage: Storage) -> None:
+    attempt = completed(Failing(storage, "write", "_bridge.0", errno.EIO), file=b"x")  # type: ignore[arg-type]
+
+    class Lagging(Failing):
+        """Lists folders, and no files yet."""
+
+        def __getattr__(self, call: str) -> Any:
+            if call == "list":
+                return lambda name="": (entry for entry in self._storage.list(name) if entry.is_folder)
+            return getattr(self._storage, call)
+
+    lagging = Lagging(storage, "", "", 0)
+    assert collect_garbage(lagging, grace_s=0) == []  # type: ignore[arg-type]
+    assert [found for found, _ in complete_attempts(lagging)] == [attempt]  # type: ignore[arg-type]
+
+
+def test_names_that_are_no_text_can_be_listed_in_a_marker(tmp_path: Path) -> None:
+    storage, name = LocalStorage(tmp_path), os.fsdecode(b"\xff.bin")
+    with begin(storage, "a") as opened:
+        storage.make_folder(opened.name)
+        storage.write(f"{opened.name}/{name}", [b"x"])
+        opened.commit({"first": name}, {name: 1})
+
+    ((_, marker),) = complete_attempts(storage)
+    assert marker == Marker({"first": name}, {name: 1})
+
+
+def test_a_generation_may_grow_longer(storage: Storage) -> None:
+    named(storage, 9_999_999_999_999, "0" * 12)
+
+    newer = completed(storage)
+
+    assert newer.generation == 10**13
+    assert next(complete_attempts(storage))[0] == newer
+
+
 # deleting
 
 
@@ -420,7 +510,7 @@ def test_the_marker_goes_first_and_then_all(tmp_path: Path, monkeypatch: pytest.
     (folder / "a/b/file").write_text("x")
     (tmp_path / "kept").write_text("x")
     (folder / "a/link").symlink_to(tmp_path, target_is_directory=True)
-    (folder / "_bridge.7.json").write_text("another")
+    (folder / "_bridge.2.json").write_text("another")
     order: list[str] = []
     unlink = Path.unlink
 
@@ -434,7 +524,7 @@ def test_the_marker_goes_first_and_then_all(tmp_path: Path, monkeypatch: pytest.
     delete_attempt(storage, attempt)
     delete_attempt(storage, attempt)
 
-    assert order[:2] == ["_bridge.0.json", "_bridge.7.json"]
+    assert order[:2] == ["_bridge.0.json", "_bridge.2.json"]
     assert sorted(order[2:]) == ["_SUCCESS", "file", "link", "part"]
     assert attempts(storage) == []
     assert (tmp_path / "kept").exists()
@@ -443,7 +533,7 @@ def test_the_marker_goes_first_and_then_all(tmp_path: Path, monkeypatch: pytest.
 def test_what_cannot_be_deleted_is_told(storage: Storage) -> None:
     attempt = completed(storage, file=b"x")
 
-    with pytest.raises(VolumeError, match=r"cannot be deleted: Permission denied\.\n  It may still be complete"):
+    with pytest.raises(VolumeError, match=r"cannot be deleted, and may still be complete: Permission denied\."):
         delete_attempt(Failing(storage, "delete", "_bridge.", errno.EACCES), attempt)  # type: ignore[arg-type]
     assert list(complete_attempts(storage)) == [(attempt, Marker(BODY, {"file": 1}))]
     with pytest.raises(VolumeError, match=r"is not complete any more, but not all of it could be deleted: Permission"):
@@ -453,6 +543,41 @@ def test_what_cannot_be_deleted_is_told(storage: Storage) -> None:
 
 
 # garbage
+
+
+def test_a_link_that_is_named_as_an_attempt_is_none(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path / "root")
+    completed(storage)
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others" / "kept").write_text("x")
+    (tmp_path / "root" / "0000000000001-a-0123456789ab").symlink_to(tmp_path / "others")
+
+    assert collect_garbage(storage, grace_s=0) == []
+    assert (tmp_path / "others" / "kept").exists()
+
+
+def test_garbage_that_cannot_be_deleted_does_not_keep_the_rest(storage: Storage) -> None:
+    older = left_by_a_dead_writer(storage, age_s=9000.0, file=b"x")
+    stuck = left_by_a_dead_writer(storage, age_s=8000.0, file=b"x")
+    failing = Failing(storage, "delete", stuck.name, errno.EACCES)
+
+    with pytest.raises(VolumeError, match=rf"{stuck.name} cannot be deleted, and may still be complete: Permission"):
+        collect_garbage(failing)  # type: ignore[arg-type]
+
+    assert attempts(storage) == [stuck]
+    assert older.name not in names(storage)
+
+
+@pytest.mark.parametrize("call", ["list", "status", "write"])
+def test_what_fails_for_good_is_an_error_of_ours(storage: Storage, call: str) -> None:
+    completed(storage, file=b"x")
+    left_by_a_dead_writer(storage)
+    failing = Failing(storage, call, "", errno.EIO)
+
+    with pytest.raises(VolumeError, match="Input/output error"):
+        collect_garbage(failing)  # type: ignore[arg-type]
+    with pytest.raises(VolumeError, match="Input/output error"):
+        completed(failing, file=b"x")  # type: ignore[arg-type]
 
 
 def test_only_the_dead_are_garbage(storage: Storage) -> None:

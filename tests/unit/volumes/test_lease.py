@@ -9,7 +9,7 @@ import pytest
 from bridge.errors import VolumeError
 from bridge.volumes import lease
 from bridge.volumes.lease import Lease, drop_stale_leases, is_lease, leased_ids, storage_time_ns
-from bridge.volumes.storage import LocalStorage, open_storage
+from bridge.volumes.storage import Entry, LocalStorage, open_storage
 from tests.processes import eventually
 
 ID = "0123456789ab"
@@ -90,6 +90,35 @@ def test_a_lease_that_lapsed_once_stays_lapsed(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(VolumeError, match=r"the lease .*/_leases/0123456789ab\.[0-9a-f]{12} was not renewed for 61 s"):
         held.check()
     held.end()
+
+
+def test_a_beat_that_is_renewed_while_it_is_looked_at_counts(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    held = Lease(storage, ID)
+    held.start()
+
+    class Renewing(LocalStorage):
+        def status(self, name: str) -> Entry:
+            raise FileNotFoundError(name)
+
+    assert leased_ids(Renewing(tmp_path), now_ns=held.started_ns + int(1e15)) == {ID}
+    held.end()
+
+
+def test_the_clock_is_the_storages_even_where_it_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late(LocalStorage):
+        looks = 0
+
+        def status(self, name: str) -> Entry:
+            self.looks += 1
+            if self.looks < 3:
+                raise FileNotFoundError(name)
+            return super().status(name)
+
+    now_ns = time.time_ns()
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+
+    assert abs(storage_time_ns(Late(tmp_path)) - now_ns) < 10e9
 
 
 def test_a_place_that_cannot_be_written_has_no_clock(tmp_path: Path) -> None:

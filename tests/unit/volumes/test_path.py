@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -53,6 +54,25 @@ def test_a_mounted_volume_is_opened_where_it_is(tmp_path: Path, monkeypatch: pyt
     assert locate("/Volumes/main/ml/other", tmp_path).local == tmp_path / "main/ml/other"
 
 
+def test_a_volume_that_is_not_there_beside_others_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Nothing can be mounted at /Volumes for one test alone.
+    monkeypatch.setattr(bridge.volumes.path, "_is_there", lambda folder: str(folder) == "/Volumes/main")
+
+    with pytest.raises(VolumeError, match=r"there is no volume main\.ml\.typo, or you may not use it\.\n  Correct the"):
+        locate("/Volumes/main/ml/typo/x")
+    assert locate("/Volumes/main/ml/typo/x", tmp_path).local == tmp_path / "main/ml/typo/x"
+    assert locate("/Volumes/other/ml/exports").is_stand_in
+
+
+def test_a_mount_that_is_broken_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Path) -> os.stat_result:
+        raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+
+    monkeypatch.setattr(Path, "stat", broken)
+
+    assert locate("/Volumes/a/b/c/x", tmp_path).local == Path("/Volumes/a/b/c/x")
+
+
 @pytest.mark.parametrize(
     "path",
     [
@@ -92,7 +112,7 @@ def test_other_paths_stand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert bridge.volume_path("a/b") == str(tmp_path / "a/b")
 
 
-@pytest.mark.parametrize("url", ["file:/data/x", "file:///data/x", "file://data/x", "FILE:/data/x"])
+@pytest.mark.parametrize("url", ["file:/data/x", "file:///data/x", "file://data/x", "FILE:/data/x", "local:///data/x"])
 def test_a_file_address_is_a_path(url: str) -> None:
     assert locate(url).local == Path("/data/x")
     assert locate(url).spark == "file:/data/x"
