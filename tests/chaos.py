@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tests.volumes.cache_chaos import cache_round
-from tests.volumes.commit_chaos import commit_round, kill_at_every_step
+from tests.volumes.commit_chaos import commit_round, contended_round, kill_at_every_step
 from tests.volumes.mount import mounted_volume
 
 
@@ -39,6 +39,10 @@ def main() -> None:
         print(
             f"commit: {kills} random kills after {committed} attempts, 0 half visible, 0 lost, no garbage", flush=True
         )
+        contended = max(1, asked.rounds // 50)
+        for number in range(contended):
+            contended_round(place / "contended", seed + number)
+        print(f"commit: {contended} slow writers beside a collector, none collected", flush=True)
         (place / "files").mkdir()
         for number in range(asked.rounds - kills):
             cache_round(folder / "cache", place / "files", seed + number)

@@ -25,9 +25,11 @@ def show(profile: ProfileOption = None) -> None:
     """Show what the cache holds, by the folder that the files are from."""
     with _opened(profile) as cache:
         files = list(cache.entries())
-    _print_folders(files)
-    print()
-    print(f"{_amount(files)} of at most {format_bytes(cache.max_bytes)} in {cache.folder}")
+    if files:
+        _print_folders(files)
+        print()
+    held = _amount(len(files), sum(file.num_bytes for file in files))
+    print(f"{held} of at most {format_bytes(cache.max_bytes)} in {cache.folder}")
 
 
 @app.command("clear")
@@ -35,9 +37,9 @@ def clear(profile: ProfileOption = None) -> None:
     """Delete the copies that no process uses. The files themselves stay."""
     with _opened(profile) as cache:
         cleared = cache.clear()
-    print(f"freed {format_bytes(cleared.num_bytes)} in {cache.folder}")
+    print(f"freed {_amount(cleared.num_files, cleared.num_bytes)} in {cache.folder}")
     if cleared.kept:
-        print(f"kept {_amount(cleared.kept)}, which are in use:")
+        print(f"kept {_amount(len(cleared.kept), sum(file.num_bytes for file in cleared.kept))}, which are in use:")
         print()
         _print_folders(cleared.kept)
 
@@ -52,13 +54,13 @@ def _opened(profile: str | None) -> Iterator[FileCache]:
         yield FileCache(settings.cache_dir, max_bytes=settings.cache_max_bytes)
     except OSError as exc:
         raise VolumeError(
-            f"the cache {settings.cache_dir} cannot be used: {exc.strerror}.\n  Set cache_dir to a folder of your own."
+            f"the cache {settings.cache_dir} cannot be used: {exc.strerror}.\n"
+            "  Set cache_dir (BRIDGE_CACHE_DIR) to a new folder."
         ) from exc
 
 
-def _amount(files: Iterable[CachedFile]) -> str:
-    sizes = [file.num_bytes for file in files]
-    return f"{format_count(len(sizes))} {'file' if len(sizes) == 1 else 'files'}, {format_bytes(sum(sizes))}"
+def _amount(num_files: int, num_bytes: int) -> str:
+    return f"{format_count(num_files)} {'file' if num_files == 1 else 'files'}, {format_bytes(num_bytes)}"
 
 
 def _print_folders(files: Iterable[CachedFile]) -> None:
@@ -66,13 +68,9 @@ def _print_folders(files: Iterable[CachedFile]) -> None:
     for file in files:
         folders.setdefault(file.source.rpartition("/")[0], []).append(file)
     now = time.time()
-    rows = [
-        [
-            folder,
-            format_count(len(held)),
-            format_bytes(sum(file.num_bytes for file in held)),
-            f"{format_seconds(max(0.0, now - max(file.last_used_ns for file in held) / 1e9))} ago",
-        ]
-        for folder, held in sorted(folders.items())
-    ]
+    rows = []
+    for folder, held in sorted(folders.items()):
+        age = now - max(file.last_used_ns for file in held) / 1e9
+        ago = "just now" if age < 60 else f"{format_seconds(age)} ago"
+        rows.append([folder, format_count(len(held)), format_bytes(sum(file.num_bytes for file in held)), ago])
     print_table(plain_table(["files from", "files", "size", "last used"], rows))

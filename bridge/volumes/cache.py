@@ -4,7 +4,8 @@ An entry is a folder `files/<digest>.<bytes>`. It holds a record, which says wha
 and the copy itself, under its file's own name in a folder named as the file's own: code that takes a label from the one
 and a suffix from the other goes on to work. The record is written last. An entry is believed where its record has the
 digest that the folder is named for and the copy has all its bytes; anything else is garbage. Files are only created,
-written once and deleted, so that a file system that refuses all else can hold a cache.
+written once and deleted, so that a file system that refuses all else can hold a cache. Nothing is deleted in a folder
+without the tag that a cache gets first of all, nor what is not named as an entry or a pin.
 """
 
 from __future__ import annotations
@@ -13,12 +14,10 @@ import contextlib
 import errno
 import fcntl
 import functools
-import io
 import json
 import math
 import os
 import secrets
-import shutil
 import threading
 import time
 import warnings
@@ -28,16 +27,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from bridge.display import format_bytes
+from bridge.display import format_bytes, parse_bytes
 from bridge.errors import VolumeError
-from bridge.volumes.digest import digest_bytes
+from bridge.volumes.entry import RECORD, Copy, Source, empty, is_cache, list_entries, make_cache, read, write
 from bridge.volumes.pins import Pin, Pins, StalledError, hold_folder
-from bridge.volumes.source import ChangedError, Found, open_source
+from bridge.volumes.source import ChangedError
 from bridge.volumes.storage import Entry, Storage
 
-_RECORD = "entry.json"
 _FULL_S = 10.0  # how long a full cache is left alone
 _TRIES = 5  # how often a file may change while it is copied
+_TICK_NS = 2 * 10**9  # of a clock that times files in whole seconds
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -48,6 +47,7 @@ class CachedFile:
     source: str
     """The address of the file."""
     num_bytes: int
+    """What it takes on the disk, in blocks of 4 KiB: the copy as many as it needs, its record and its folders three."""
     last_used_ns: int
     """Nanoseconds since 1970 when it was last handed out; when it was copied, where the disk keeps no times."""
     path: Path
@@ -70,16 +70,23 @@ class FileCache:
     Where a copy cannot be kept, the file itself is handed out, and one warning says why.
 
     Args:
-        folder: Made where it is missing. The copies in it are for this user alone.
-        max_bytes: The most that the copies may hold; the least recently used make room. Processes that copy at the same
-            moment may pass it by a few percent.
-        min_free_bytes: What stays free on the disk.
+        folder: Made where it is missing. One that holds other things is not used. The copies are for this user alone.
+        max_bytes: The most that the copies may take on the disk, as an integer or as text such as "50GiB"; the least
+            recently used make room. A file counts as `CachedFile.num_bytes` says, so 16 KiB at the least if it is not
+            empty; one of up to `max_bytes` is kept alone. Processes that copy at the same moment may pass it by a few
+            percent.
+        min_free_bytes: What stays free on the disk, as an integer or as text.
+
+    Raises:
+        ConfigError: A size is negative or not a size.
     """
 
-    def __init__(self, folder: Path, *, max_bytes: int, min_free_bytes: int = 1 << 30) -> None:
-        self.folder = folder.absolute()
-        self.max_bytes = max_bytes
-        self.min_free_bytes = min_free_bytes
+    def __init__(
+        self, folder: str | os.PathLike[str], *, max_bytes: int | str, min_free_bytes: int | str = "1GiB"
+    ) -> None:
+        self.folder = Path(folder).absolute()
+        self.max_bytes = parse_bytes(max_bytes, name="max_bytes")
+        self.min_free_bytes = parse_bytes(min_free_bytes, name="min_free_bytes")
         self._files = f"{self.folder}/files"
         self._pins = f"{self.folder}/pins"
         self._ledgers: dict[int, _Ledger] = {}
@@ -93,26 +100,32 @@ class FileCache:
         return Epoch(self)
 
     def entries(self) -> Iterator[CachedFile]:
-        """Yield the files of which there is a whole copy, in no order."""
-        for key, _ in self._list():
+        """Yield the files of which there is a whole copy, in no order.
+
+        Raises:
+            OSError: The folder cannot be read, or holds something else.
+        """
+        is_cache(self.folder)
+        for key, size in list_entries(self._files):
             with contextlib.suppress(OSError, ValueError, TypeError):
-                copy = _Copy(self._files, *json.loads(_read(f"{self._files}/{key}/{_RECORD}")))
+                copy = Copy(self._files, *json.loads(read(f"{self._files}/{key}/{RECORD}")))
                 # equal also means that no byte of the record is damaged, since its digest is in the name
                 if copy.key == key and copy.is_whole():
                     used = os.stat(copy.record_path).st_mtime_ns
-                    yield CachedFile(copy.address, copy.num_bytes, used, Path(copy.path))
+                    yield CachedFile(copy.address, size, used, Path(copy.path))
 
     def clear(self) -> Cleared:
         """Delete all that is not in use.
 
         Raises:
-            OSError: The folder cannot be read or written.
+            OSError: The folder cannot be read or written, or holds something else.
         """
+        is_cache(self.folder)
         pins = Pins(self._pins)
-        freed = [size for key, size in self._list() if self._delete(key, pins)]
+        freed = [size for key, size in list_entries(self._files) if self._delete(key, pins)]
         return Cleared(len(freed), sum(freed), tuple(self.entries()))
 
-    def _fetch(self, copy: _Copy, source: _Source, pin: Pin) -> None:
+    def _fetch(self, copy: Copy, source: Source, pin: Pin) -> None:
         """Hold a whole copy of a file, made if it is not there.
 
         Raises:
@@ -137,6 +150,8 @@ class FileCache:
             if time.monotonic() < ledger.full_until:
                 raise _UnservedError(self._fullness())
             try:
+                if not is_cache(self.folder):
+                    make_cache(self.folder)
                 with hold_folder(copy.folder, fcntl.LOCK_EX, grows=copy.path, make=True):
                     if not copy.is_whole():
                         self._fill(copy, source)
@@ -152,30 +167,30 @@ class FileCache:
                         ledger.full_until = time.monotonic() + _FULL_S
                         raise _UnservedError(self._fullness()) from exc
                     # the disk has less room than it said
-                    self._evict(copy.num_bytes, spare=ledger.total // 10)
+                    self._evict(copy.disk_bytes, spare=ledger.total // 10)
 
-    def _fill(self, copy: _Copy, source: _Source) -> None:
-        _empty(copy.folder)  # of what a killed process left
+    def _fill(self, copy: Copy, source: Source) -> None:
+        empty(copy.folder)  # of what a killed process left
         try:
-            self._make_room(copy.num_bytes)
+            self._make_room(copy)
             os.mkdir(os.path.dirname(copy.path))
             with open(copy.path, "xb", buffering=0) as file:
                 for block in source.blocks():
-                    _write(file, block)
+                    write(file, block)
                     # others may fill the disk at the same time
                     if self._free_bytes() < self.min_free_bytes:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             # Not flushed to the disk. After a crash of the machine, a copy whose bytes were lost is too short, as file
             # systems note the length after the bytes; they would not if the room were allocated beforehand.
             with open(copy.record_path, "xb", buffering=0) as file:
-                _write(file, copy.record)
+                write(file, copy.record)
         except BaseException:
             with contextlib.suppress(OSError):
-                _empty(copy.folder)
+                empty(copy.folder)
                 os.rmdir(copy.folder)
             raise
 
-    def _make_room(self, num_bytes: int) -> None:
+    def _make_room(self, copy: Copy) -> None:
         """Return when there is room for a copy whose folder is there, so that scans count it.
 
         Raises:
@@ -183,26 +198,27 @@ class FileCache:
         """
         ledger = self._ledger()
         with ledger.lock:
-            ledger.total += num_bytes
-            ledger.unscanned += num_bytes
+            ledger.total += copy.disk_bytes
+            ledger.unscanned += copy.disk_bytes
             # so 64 processes that copy at the same time do not pass max_bytes
             if 64 * ledger.unscanned >= ledger.room:
                 self._scan(ledger)
-            missing = self._missing(ledger, num_bytes)
+            missing = self._missing(ledger, copy)
             if missing > 0:
                 self._evict(missing, spare=ledger.total // 10)
                 self._scan(ledger)
-                if self._missing(ledger, num_bytes) > 0:
+                if self._missing(ledger, copy) > 0:
                     ledger.full_until = time.monotonic() + _FULL_S
                     raise _UnservedError(self._fullness())
 
     def _scan(self, ledger: _Ledger) -> None:
-        ledger.total = sum(size for _, size in self._list())
+        ledger.total = sum(size for _, size in list_entries(self._files))
         ledger.room = max(0, self.max_bytes - ledger.total)
         ledger.unscanned = 0
 
-    def _missing(self, ledger: _Ledger, num_bytes: int) -> float:
-        return max(ledger.total - self.max_bytes, num_bytes + self.min_free_bytes - self._free_bytes())
+    def _missing(self, ledger: _Ledger, copy: Copy) -> float:
+        most = max(self.max_bytes, copy.disk_bytes)
+        return max(ledger.total - most, copy.disk_bytes + self.min_free_bytes - self._free_bytes())
 
     def _free_bytes(self) -> float:
         disk = os.statvfs(self._files)
@@ -212,9 +228,9 @@ class FileCache:
     def _evict(self, num_bytes: float, *, spare: int) -> None:
         """Delete the longest unused: at least `num_bytes` where so much is not in use, and then up to `spare` more."""
         found = []
-        for key, size in self._list():
+        for key, size in list_entries(self._files):
             try:
-                used = os.stat(f"{self._files}/{key}/{_RECORD}").st_mtime_ns
+                used = os.stat(f"{self._files}/{key}/{RECORD}").st_mtime_ns
             except OSError:
                 used = 0  # never completed; or being copied, and so locked
             found.append((used, size, key))
@@ -239,21 +255,13 @@ class FileCache:
                 pins.refresh()
                 if key in pins.keys:
                     return False
-                _empty(folder)
+                empty(folder)
                 os.rmdir(folder)
         except FileNotFoundError:
             return True  # another process was faster
         except OSError:
             return False
         return True
-
-    def _list(self) -> Iterator[tuple[str, int]]:
-        """Yield key and size of what is there, complete or not."""
-        with contextlib.suppress(FileNotFoundError):
-            for key in os.listdir(self._files):
-                _, _, size = key.partition(".")
-                if size.isdecimal():
-                    yield key, int(size)
 
     def _ledger(self) -> _Ledger:
         # by process: a lock that another thread holds at a fork stays locked in the child
@@ -267,11 +275,11 @@ class FileCache:
             + (f" ({format_bytes(free)} are)" if free < math.inf else "")
         )
 
-    def _bypass(self, copy: _Copy, source: _Source, reason: str) -> Path:
+    def _bypass(self, copy: Copy, source: Source, reason: str) -> Path:
         """Return the file itself."""
         advice = (
-            "\n  Raise cache_max_bytes (BRIDGE_CACHE_MAX_BYTES), or let cache_dir (BRIDGE_CACHE_DIR) be a folder on a "
-            "disk with more room."
+            "\n  Raise cache_max_bytes (BRIDGE_CACHE_MAX_BYTES), or let cache_dir (BRIDGE_CACHE_DIR) be a new folder "
+            "on a disk with more room."
         )
         if source.storage.folder is None:
             raise VolumeError(
@@ -289,19 +297,19 @@ class FileCache:
 
 
 class Epoch:
-    """Files that stay in the cache until this is closed. May be used by several threads.
+    """Files that stay in the cache until this is closed or nobody has it any more. May be used by several threads.
 
     Also in processes that are forked or that it is pickled to, such as workers of a DataLoader: each then holds what it
     fetched itself, until it closes it or ends. `close` concerns the process that calls it.
     """
 
-    def __init__(self, cache: FileCache) -> None:
+    def __init__(self, cache: FileCache, token: str | None = None) -> None:
         self._cache = cache
         self._pins: dict[int, Pin] = {}
-        self._token = secrets.token_hex(8)
+        self._token = token or secrets.token_hex(8)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Epoch, (self._cache,)
+        return Epoch, (self._cache, self._token)
 
     def __enter__(self) -> Self:
         return self
@@ -327,10 +335,12 @@ class Epoch:
             VolumeError: It cannot be read, changes all the time, or cannot be kept and has no path of its own.
         """
         for _ in range(_TRIES):
-            source = _Source.find(storage, name, status)
-            # without a time a change might not show: such a copy is good for one epoch
-            state = self._token if source.mtime_ns is None else source.mtime_ns
-            copy = _Copy(self._cache._files, f"{storage}/{name}", source.num_bytes, state)
+            source = Source.find(storage, name, status)
+            state: int | str = self._token
+            # where the next change might not show in the time, the copy is good for one epoch
+            if (at := source.mtime_ns) is not None and (at % 10**9 or abs(time.time_ns() - at) > _TICK_NS):
+                state = at
+            copy = Copy(self._cache._files, f"{storage}/{name}", source.num_bytes, state)
             try:
                 self._cache._fetch(copy, source, self._pin())
             except ChangedError:
@@ -366,104 +376,3 @@ class _Ledger:
 
 class _UnservedError(Exception):
     """The cache cannot keep a file; says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A file in one state: its size and time."""
-
-    storage: Storage
-    name: str
-    num_bytes: int
-    mtime_ns: int | None
-
-    @classmethod
-    def find(cls, storage: Storage, name: str, status: Entry | None = None) -> _Source:
-        """Return a file in the state that `status` tells of, or in the one it has now where that is not known."""
-        if name.startswith("/") or ".." in name.split("/"):
-            raise ValueError(f"name is {name!r}; give the name of a file in {storage}.")
-        if status is None or status.num_bytes is None or status.mtime_ns is None:
-            with _naming(storage, name):
-                status = storage.status(name)
-        if status.is_folder:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), f"{storage}/{name}")
-        if status.num_bytes is None:
-            raise VolumeError(f"{storage}/{name} cannot be copied: {storage} does not tell its size.")
-        return cls(storage, name, status.num_bytes, status.mtime_ns)
-
-    def blocks(self) -> Iterator[bytes]:
-        """Yield the bytes from front to back.
-
-        Raises:
-            ChangedError: The file is gone, or no longer in that state.
-            VolumeError: It cannot be read.
-        """
-        try:
-            status = Entry(self.name.rpartition("/")[2], False, self.num_bytes, self.mtime_ns)
-            with (
-                _naming(self.storage, self.name),
-                open_source(self.storage).open(Found(self.name, entry=status)) as file,
-            ):
-                if file.num_bytes != self.num_bytes or self.mtime_ns not in (None, file.mtime_ns):
-                    raise ChangedError
-                yield from file.blocks()
-            if self.find(self.storage, self.name) != self:
-                raise ChangedError
-        except (FileNotFoundError, IsADirectoryError) as exc:
-            raise ChangedError from exc
-
-
-@contextlib.contextmanager
-def _naming(storage: Storage, name: str) -> Iterator[None]:
-    """Let failures name the file."""
-    try:
-        yield
-    except ChangedError:
-        raise
-    except FileNotFoundError as exc:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), f"{storage}/{name}") from exc
-    except OSError as exc:
-        raise VolumeError(f"{storage}/{name} cannot be read: {exc.strerror or exc}.") from exc
-
-
-class _Copy:
-    """Where the copy belongs of one file in one state, which is its time or what else tells it from others."""
-
-    def __init__(self, files: str, address: str, num_bytes: int, state: int | str) -> None:
-        self.address = address
-        self.num_bytes = num_bytes
-        self.record = json.dumps([address, num_bytes, state]).encode()
-        self.key = f"{digest_bytes(self.record)}.{num_bytes}"
-        self.folder = f"{files}/{self.key}"
-        self.record_path = f"{self.folder}/{_RECORD}"
-        folder, _, name = address.rpartition("/")
-        parent = folder.rpartition("/")[2]
-        self.path = f"{self.folder}/{'_' if parent in ('', '.', '..', _RECORD) else parent}/{name}"
-
-    def is_whole(self) -> bool:
-        try:
-            return _read(self.record_path) == self.record and os.stat(self.path).st_size == self.num_bytes
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-
-
-def _empty(folder: str) -> None:
-    """Delete what an entry holds: the record first, without which it counts for nothing."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{folder}/{_RECORD}")
-    for name in os.listdir(folder):
-        shutil.rmtree(f"{folder}/{name}")
-
-
-def _read(path: str) -> bytes:
-    file = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(file, 1 << 16)
-    finally:
-        os.close(file)
-
-
-def _write(file: io.FileIO, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]

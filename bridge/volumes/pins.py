@@ -10,11 +10,14 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 
+_PIN = re.compile(r"[0-9]+-[0-9a-f]{12}")
 _LONGEST_POLL_S = 0.02
 _STALLED_S = 60.0  # how long the owner of a lock may stand still
 _TRIES = 100  # to lock what others delete and make anew in between
@@ -58,13 +61,16 @@ def hold_folder(folder: str, how: int, *, grows: str | None = None, make: bool =
 
 
 class Pin:
-    """The keys that this process holds, until `close` or its end. May be used by several threads."""
+    """The keys that this process holds, until `close`, its end, or nobody has this. May be used by several threads."""
 
     def __init__(self, folder: str) -> None:
         self._folder = folder
         self._lock = threading.Lock()
         self._path = ""
         self._file: int | None = None
+        self._release: Callable[[], object]
+        self._keys: set[str] = set()
+        self._missing: set[str] = set()  # not in the file yet
         self._is_closed = False
 
     def hold(self, key: str) -> None:
@@ -77,27 +83,40 @@ class Pin:
         with self._lock:
             if self._is_closed:
                 raise ValueError("the epoch is closed; fetch within `with cache.epoch() as epoch:`.")
-            if self._file is None:
+            # cleaners delete what is old
+            if self._file is None or not _is_still_at(self._path, self._file):
+                self._drop()
                 self._path, self._file = self._create()
-            # the break in front ends a line that a full disk cut off
-            line = f"\n{key}\n".encode()
-            if os.write(self._file, line) != len(line):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
+                self._missing |= self._keys
+            if key not in self._keys:
+                self._missing.add(key)
+            if self._missing:
+                # the break in front ends a line that a full disk cut off
+                lines = "".join(f"\n{key}\n" for key in self._missing).encode()
+                if os.write(self._file, lines) != len(lines):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self._path)
+                self._keys |= self._missing
+                self._missing.clear()
 
     def close(self) -> None:
-        """Hold nothing any more; nothing where that is so."""
+        """Hold nothing any more; nothing where that is so. Goes on where it was interrupted before."""
         with self._lock:
+            self._drop()
             self._is_closed = True
-            if self._file is not None:
-                with _unlocking(self._file), contextlib.suppress(OSError):
-                    os.unlink(self._path)
-                self._file = None
+
+    def _drop(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            self._file = None
+            self._release()
 
     def _create(self) -> tuple[str, int]:
         os.makedirs(self._folder, mode=0o700, exist_ok=True)
         for _ in range(_TRIES):
             path = f"{self._folder}/{os.getpid()}-{secrets.token_hex(6)}"
             file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            self._release = weakref.finalize(self, _release, os.getpid(), path, file)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _is_still_at(path, file):
@@ -105,9 +124,9 @@ class Pin:
             except BlockingIOError:
                 pass  # `Pins` looks at it before it is locked, and takes it for that of a process that ended
             except BaseException:
-                os.close(file)
+                self._release()
                 raise
-            os.close(file)
+            self._release()
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), self._folder)
 
 
@@ -122,7 +141,7 @@ class Pins:
     def refresh(self) -> None:
         """Read what was added since the last time, and delete the files of processes that ended."""
         with contextlib.suppress(FileNotFoundError):
-            for name in os.listdir(self._folder):
+            for name in filter(_PIN.fullmatch, os.listdir(self._folder)):
                 with contextlib.suppress(FileNotFoundError):  # closed meanwhile
                     self._read(f"{self._folder}/{name}")
 
@@ -140,6 +159,13 @@ class Pins:
                 self._ends[path] = start + end
             else:
                 os.unlink(path)
+
+
+def _release(pid: int, path: str, file: int) -> None:
+    """Give up a pin, unless this process was forked from the one that holds it."""
+    if os.getpid() == pid:
+        with _unlocking(file), contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _wait_for_lock(file: int, how: int, grows: str | None) -> None:

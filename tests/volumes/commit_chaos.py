@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bridge.volumes import lease
 from bridge.volumes.commit import (
     Attempt,
     attempts,
@@ -24,6 +25,8 @@ from bridge.volumes.commit import (
 )
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.storage import LocalStorage, Storage
+
+_SHORT_GRACE_S = 1.0
 
 Report = Callable[[str], None]
 
@@ -45,6 +48,28 @@ def commit_round(folder: Path, seed: int, *, writers: int = 2, longest_s: float 
         events += _ended(pid, reader, expected=-signal.SIGKILL)
     _check(LocalStorage(folder), events)
     return sum(event.startswith("committed") for event in events)
+
+
+def contended_round(folder: Path, seed: int) -> None:
+    """Let a writer take longer than the grace time, while another is killed and a third process collects garbage.
+
+    Raises:
+        AssertionError: As of `commit_round`, or the living writer's attempt was collected.
+    """
+    rng = random.Random(seed)
+    storage = LocalStorage(folder)
+    living = _forked(partial(_write_slowly, storage, seed))
+    dying = _forked(partial(_write_slowly, storage, seed + 1))
+    collector = _forked(partial(_collect_on, storage))
+    try:
+        time.sleep(rng.uniform(0, 1.5))
+        os.kill(dying[0], signal.SIGKILL)
+        events = _ended(*dying, expected=-signal.SIGKILL) + _ended(*living, expected=0)
+    finally:
+        os.kill(collector[0], signal.SIGKILL)
+        _ended(*collector, expected=-signal.SIGKILL)
+    assert any(event.startswith("committed") for event in events)
+    _check(storage, events)
 
 
 def kill_at_every_step(folder: Path) -> int:
@@ -124,6 +149,26 @@ def _write_one(storage: Storage, seed: int, report: Report) -> None:
         report(f"deleting {attempt.name}")
         delete_attempt(storage, attempt)
     collect_garbage(storage, grace_s=3600)
+
+
+def _write_slowly(storage: Storage, seed: int, report: Report) -> None:
+    lease._BEAT_S = _SHORT_GRACE_S / 20
+    rng = random.Random(seed)
+    contents = [rng.randbytes(4096) for _ in range(4)]
+    with begin(storage, "chaos") as opened:
+        storage.make_folder(opened.name)
+        for number, content in enumerate(contents):
+            storage.write(f"{opened.name}/part-{number}", [content])
+            time.sleep(_SHORT_GRACE_S / 2)
+        files = {f"part-{number}": [len(content), digest_bytes(content)] for number, content in enumerate(contents)}
+        opened.commit({"files": files}, {name: size for name, (size, _) in files.items()})
+    report(f"committed {opened.name}")
+
+
+def _collect_on(storage: Storage, report: Report) -> None:
+    while True:
+        collect_garbage(storage, grace_s=_SHORT_GRACE_S)
+        time.sleep(0.05)
 
 
 def _check(storage: Storage, events: list[str]) -> None:
