@@ -442,8 +442,14 @@ def test_a_process_whose_server_is_gone_ends_at_once() -> None:
     """Else pyspark tries for ten minutes to tell the server goodbye, and `run` fails after 100 s."""
     run(
         """
+        import time
+        from bridge.spark.channel import is_refused
+
         server, remote = serve()
-        bridge.connect(remote).range(3).count()
+        spark = bridge.connect(remote)
+        spark.range(3).count()
         server.stop()
+        while not is_refused(spark):
+            time.sleep(0.05)
         """
     )
