@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -14,17 +17,20 @@ from bridge.config import load_settings
 from bridge.display import format_bytes, format_count, format_seconds
 from bridge.errors import CopyError, VolumeError
 from bridge.progress import progress_bar
-from bridge.volumes.commit import Marker, is_marker
+from bridge.volumes.commit import Marker, is_marker, marker_names
 from bridge.volumes.crew import Crew, Task
 from bridge.volumes.lease import is_lease
-from bridge.volumes.source import FolderSource, Found, StorageSource, is_within, join, open_source, reason_of
-from bridge.volumes.storage import Entry, Storage, open_storage, with_retries
+from bridge.volumes.source import FolderSource, Found, StorageSource, join, open_source, reason_of
+from bridge.volumes.storage import Entry, Storage, is_transient, open_storage, with_retries
 from bridge.volumes.target import FolderTarget, StorageTarget, is_copied, is_full, is_temporary
 
 _MOST_THREADS = 128
 _MOST_FAR_THREADS = 32  # a client of an object store keeps large buffers for each file
 _BATCH = 32
 _SHOWN = 10
+# so many failures in a row, of those that retries did not mend, are about a minute
+_MOST_FAILURES, _MOST_FAILURES_EACH = 16, 4
+_HEAD = re.compile(r"(?:[a-z][a-z0-9+.-]*:(?=/))?/*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,8 @@ def copy_tree(
         num_threads: The most threads. None: up to 128, as many as waiting for the two places takes.
 
     Raises:
-        CopyError: Something was not copied; its `report` tells what. All else was, unless there is no room left.
+        CopyError: Something was not copied; its `report` tells what. All else was, unless there is no room left, or
+            nothing has succeeded for about a minute.
         FileNotFoundError: There is nothing at `source`.
         ValueError: `num_threads` is less than 1.
         VolumeError: One of the two lies in the other, or the target cannot be written. Nothing was copied.
@@ -109,7 +116,7 @@ def copy_tree(
         folder, name = _split(source)
         into_folder = target.endswith("/") or _is_folder(goal)
         new_folder, new_name = (target, name) if into_folder else _split(target)
-        _refuse_overlap(origin, open_place(join(new_folder.rstrip("/"), new_name)), is_folder=False)
+        _refuse_overlap(origin, open_place(join(new_folder, new_name)), is_folder=False)
         origin, goal = open_place(folder), open_place(new_folder)
     else:
         _refuse_overlap(origin, goal, is_folder=True)
@@ -131,7 +138,7 @@ def copy_tree(
         time.monotonic() - began,
         tuple((f"{origin}/{name}".rstrip("/"), reason) for name, reason in sorted(copy.failures)),
         tuple((f"{origin}/{name}".rstrip("/"), reason) for name, reason in sorted(copy.notes)),
-        f"There is no room left in {goal}: free some. The rest was not tried." if copy.is_full else "",
+        copy.stopped,
     )
     if report.failures:
         raise CopyError(f"{_printable(source)} was not copied whole.\n{report}", report)
@@ -149,13 +156,16 @@ class _Copy:
         self.num_skipped = 0
         self.failures: list[tuple[str, str]] = []
         self.notes: list[tuple[str, str]] = []
-        self.is_full = False
+        self.stopped = ""
         self._source = source
         self._target = target
         self._goal = goal
         self._crew = crew
         self._lock = threading.Lock()
-        self._markers: list[tuple[Found, Entry | None]] = []
+        self._in_a_row = 0
+        self._markers: list[Found] = []
+        # what the markers that the target holds in a folder list
+        self._covers: dict[str, dict[str, dict[str, int]]] = {}
 
     def find_folder(self, name: str, *, is_new: bool) -> None:
         """Make a folder, and add the tasks for what it is to hold.
@@ -166,6 +176,8 @@ class _Copy:
         """
         try:
             there = {} if is_new else self._there(name)
+            if is_new or there is None:
+                self._covers[name] = {}
             if there is None or (is_new and name):
                 self._target.make_folder(name, self._source.folder_mode(name))
         except OSError as exc:
@@ -184,16 +196,16 @@ class _Copy:
     def phases(self) -> Iterator[None]:
         """Yield when tasks are there to be done: all but the markers, then those of the deepest folders, and so on."""
         yield
-        depths = sorted({found.name.count("/") for found, _ in self._markers}, reverse=True)
+        depths = sorted({found.name.count("/") for found in self._markers}, reverse=True)
         if depths:
             self._target.sync()
         for depth in depths:
             broken = {above for name, _ in self.failures for above in _upwards(name)}
-            for found, there in self._markers:
+            for found in self._markers:
                 if found.name.count("/") == depth and found.name.rpartition("/")[0] in broken:
                     self._fail(found.name, VolumeError("not copied: some of what it makes complete was not"))
                 elif found.name.count("/") == depth:
-                    self._crew.add([partial(self._copy_marker, found, there)])
+                    self._crew.add([partial(self._copy_marker, found)])
             yield
 
     def _there(self, folder: str) -> dict[str, Entry] | None:
@@ -222,9 +234,9 @@ class _Copy:
                 elif found.is_folder:
                     folders.append(partial(self.find_folder, found.name, is_new=is_new))
                 elif is_marker(last) and not new_name:
-                    self._markers.append((found, there.get(last)))
+                    self._markers.append(found)
                 elif not (is_lease(found.name) or is_temporary(last)):
-                    files.append(partial(self._copy_file, found, there.get(last), new_name or found.name))
+                    files.append(partial(self._copy_file, found, there.get(last), new_name or found.name, is_new))
                 if len(files) + len(folders) == _BATCH:
                     self._crew.check()
                     self._crew.add(files, folders)
@@ -236,55 +248,113 @@ class _Copy:
             self._fail(name, exc)
         self._crew.add(files, folders)
 
-    def _copy_file(self, found: Found, there: Entry | None, name: str) -> None:
+    def _copy_file(self, found: Found, there: Entry | None, name: str, is_new: bool = False) -> None:
         try:
-            is_there = there is not None and self._is_copied(found, there, name)
-            size = 0 if is_there else with_retries(lambda: self._transfer(found, name, is_there=there is not None))
+            if there.num_bytes is None and not there.is_folder if there else not is_new:
+                # a listing of a mount knows no sizes, and may lag
+                there = self._look(name)
+            keeps_times = self._target.keeps_times
+            is_there = there is not None and is_copied(*self._source.facts(found), there, keeps_times=keeps_times)
+            # what its listing told counts for the first try
+            tries = itertools.chain([found], itertools.repeat(found._replace(entry=None)))
+            size = 0 if is_there else with_retries(partial(self._transfer, tries, name, is_there=there is not None))
         except OSError as exc:
             self._fail(found.name, exc)
             return
         with self._lock:
+            self._in_a_row = 0
             self.num_skipped += is_there
             self.num_files += not is_there
             self.num_bytes += size
 
-    def _is_copied(self, found: Found, there: Entry, name: str) -> bool:
-        size, mtime_ns = self._source.facts(found)
-        if there.num_bytes is None and not there.is_folder:
-            try:
-                there = self._goal.status(name)
-            except FileNotFoundError:
-                return False
-        return is_copied(size, mtime_ns, there, keeps_times=self._target.keeps_times)
+    def _look(self, name: str) -> Entry | None:
+        try:
+            return self._goal.status(name)
+        except FileNotFoundError:
+            return None
 
-    def _transfer(self, found: Found, name: str, *, is_there: bool) -> int:
+    def _transfer(self, tries: Iterator[Found], name: str, *, is_there: bool) -> int:
         self._crew.check()
-        with self._source.open(found) as reader:
+        with self._source.open(next(tries)) as reader:
+            self._uncover(name)
             self._target.put(name, reader, self._crew, is_there=is_there)
             return reader.num_bytes
 
-    def _copy_marker(self, found: Found, there: Entry | None) -> None:
-        """Copy what makes its folder complete, if all that it lists has come."""
+    def _uncover(self, name: str) -> None:
+        """Delete the target's markers that list a file before it is replaced. They are copied again at the end."""
+        for folder in itertools.islice(_upwards(name), 1, None):
+            if folder not in self._covers:
+                self._covers.setdefault(folder, self._read_markers(folder))
+            covers = self._covers[folder]
+            for marker_name, sizes in covers.copy().items():
+                if name.removeprefix(f"{folder}/") in sizes:
+                    self._goal.delete(marker_name)
+                    covers.pop(marker_name, None)
+
+    def _read_markers(self, folder: str) -> dict[str, dict[str, int]]:
+        """Return what each marker of the target's folder lists, by the marker's name."""
+        found = {}
+        for name in marker_names(folder):  # not by a listing, which may lag
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                if marker := Marker.decode(self._goal.read(name)):
+                    found[name] = marker.sizes
+        return found
+
+    def _copy_marker(self, found: Found) -> None:
+        """Copy what makes its folder complete if all that it lists is there, and take it back if it then is no more."""
+        folder = found.name.rpartition("/")[0]
         try:
             with self._source.open(found) as reader:
-                marker = Marker.decode(reader.read(0, reader.num_bytes) if reader.num_bytes else b"")
-            missing = marker and marker.missing(self._goal, found.name.rpartition("/")[0])
+                marker = Marker.decode(b"".join(reader.blocks()))
+            sizes = marker.sizes if marker else {}
+            lacking = self._lacking(folder, sizes)
+            # what came while its folder was listed; exports hold no folders
+            self._crew.share((name for name in lacking if "/" not in name), lambda name: self._copy_late(folder, name))
+            lacking = self._lacking(folder, lacking)
+            if not lacking:
+                self._copy_file(found, None, found.name)
+                lacking = self._lacking(folder, sizes)
+            if lacking:
+                self._goal.delete(found.name)
+                raise VolumeError(f"not copied: it lists {min(lacking)}, which is not there in full")
         except OSError as exc:
             self._fail(found.name, exc)
-            return
-        if missing is None:
-            self._copy_file(found, there, found.name)
-        else:
-            self._fail(found.name, VolumeError(f"not copied: it lists {missing}, which is not there in full"))
+
+    def _lacking(self, folder: str, sizes: dict[str, int]) -> dict[str, int]:
+        """Return those of a folder's files that are not there in full size."""
+        lacking = {}
+
+        def look(name: str) -> None:
+            there = self._look(join(folder, name))
+            if there is None or there.num_bytes != sizes[name]:
+                lacking[name] = sizes[name]
+
+        self._crew.share(iter(sizes), look)
+        return lacking
+
+    def _copy_late(self, folder: str, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            found = self._source.find(join(folder, name))
+            if not (found.is_folder or found.problem):
+                self._copy_file(found, None, found.name)
 
     def _fail(self, name: str, exc: OSError) -> None:
         # the path in front is that of the source
         place = exc.filename2 or exc.filename or ""
         at = f" (at {place})" if str(place).startswith(f"{self._goal}/") else ""
         self.failures.append((name, reason_of(exc) + at))
-        if is_full(exc):
-            self.is_full = True
-            self._crew.stop()
+        cause = exc.__cause__ if isinstance(exc.__cause__, OSError) else exc
+        with self._lock:
+            self._in_a_row += is_transient(cause)
+            count = format_count(self._in_a_row)
+            if is_full(exc):
+                self._stop(f"There is no room left in {self._goal}: free some.")
+            elif self._in_a_row >= max(_MOST_FAILURES, _MOST_FAILURES_EACH * self._crew.num_threads):
+                self._stop(f"The last {count} tries all failed: see that both places can be read and written.")
+
+    def _stop(self, reason: str) -> None:
+        self.stopped = self.stopped or f"{reason} The rest was not tried."
+        self._crew.stop()
 
 
 def _show(bar: Any, copy: _Copy) -> None:
@@ -317,21 +387,36 @@ def _is_folder(storage: Storage) -> bool:
 
 
 def _refuse_overlap(origin: Storage, goal: Storage, *, is_folder: bool) -> None:
-    here, there = (
-        str(storage) if storage.folder is None else os.path.realpath(storage.folder) for storage in (origin, goal)
-    )
-    if here == there or (is_folder and (is_within(here, there) or is_within(there, here))):
+    here, there = _ways(origin), _ways(goal)
+    is_same = here[0] == there[0]
+    if is_same or (is_folder and (here[0] in there or there[0] in here)):
         raise VolumeError(
             f"{_printable(str(goal))} cannot take {_printable(str(origin))}: "
-            f"{'they are the same' if here == there else 'one of them lies in the other'}.\n"
+            f"{'they are the same' if is_same else 'one of them lies in the other'}.\n"
             "  What the source holds goes into the target: give a folder outside of the source, and not around it."
         )
 
 
+def _ways(storage: Storage) -> list[object]:
+    """Return what a place and those above it are: files of a disk by their numbers, which names may hide."""
+
+    def identify(name: str) -> object:
+        try:
+            found = os.stat(name or "/")
+        except OSError:
+            return name
+        return found.st_dev, found.st_ino
+
+    if storage.folder is None:
+        return list(_upwards(str(storage)))
+    return [identify(name) for name in _upwards(os.path.realpath(storage.folder))]
+
+
 def _split(path: str) -> tuple[str, str]:
     """Return the folder and the last name of a path or an address."""
-    folder, slash, name = path.rstrip("/").rpartition("/")
-    return folder or slash or ".", name
+    head = _HEAD.findall(path)[0]  # the first slash of a path, all that makes an address one
+    folder, _, name = path.removeprefix(head).rstrip("/").rpartition("/")
+    return head + folder or ".", name
 
 
 def _upwards(name: str) -> Iterator[str]:

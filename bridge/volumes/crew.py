@@ -10,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Self, TypeVar
 
+from bridge.errors import VolumeError
+
 T = TypeVar("T")
 Task = Callable[[], None]
 
@@ -54,13 +56,22 @@ class Crew:
         self._failure: BaseException | None = None
 
     def __enter__(self) -> Self:
-        self._start(1)  # on a disk the processor is the limit, and a second thread costs more than it gives
+        try:
+            self._start(1)  # on a disk the processor is the limit, and a second thread costs more than it gives
+        except BaseException:
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
         for thread in self._threads:
             thread.join()
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads there are."""
+        return len(self._threads)
 
     @property
     def has_enough(self) -> bool:
@@ -148,11 +159,20 @@ class Crew:
     def _start(self, count: int) -> None:
         for _ in range(count):
             thread = threading.Thread(target=self._work, name="bridge-copy")
+            try:
+                thread.start()
+            except RuntimeError as exc:
+                self._most = len(self._threads)  # the machine allows no more
+                if not self._threads:
+                    raise VolumeError(
+                        f"no thread can be started ({exc}).\n  End other work here, or raise the limit of processes."
+                    ) from exc
+                return
             self._threads.append(thread)
-            thread.start()
 
     def _work(self) -> None:
-        self._clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+        if hasattr(time, "pthread_getcpuclockid"):  # without it all threads seem to wait, and more are started
+            self._clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
         while (task := self._take()) is not None:
             try:
                 task()

@@ -87,9 +87,8 @@ class Reader:
 
     def check(self) -> None:
         """Check that the file is still what it was when it was opened."""
-        # once a file was read, a mount asks again for what fstat tells; for bytes beyond its end it does not
-        has_grown = self.descriptor is not None and _settle(lambda: self._read(self.num_bytes, self.num_bytes + 1))
-        if has_grown or (self.num_bytes > _BLOCK and self._facts_now() != (self.num_bytes, self.mtime_ns)):
+        # once a file was read, a mount asks again for its size and time, whatever it remembers
+        if self._facts_now() != (self.num_bytes, self.mtime_ns):
             raise ChangedError
 
 
@@ -156,15 +155,11 @@ class FolderSource:
             status = _settle(lambda: os.fstat(descriptor))
             if not stat.S_ISREG(status.st_mode):
                 raise VolumeError(_special(status.st_mode))
-            # the kernel then asks a mount for twice as much at once
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            if hasattr(os, "posix_fadvise"):  # the kernel then asks a mount for twice as much at once
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         except BaseException:
             os.close(descriptor)
             raise
-
-        def facts() -> tuple[int, int | None]:
-            now = _settle(lambda: os.fstat(descriptor))
-            return now.st_size, now.st_mtime_ns
 
         def read(start: int, stop: int) -> bytes:
             try:
@@ -179,7 +174,7 @@ class FolderSource:
         return Reader(
             (status.st_size, status.st_mtime_ns),
             read,
-            facts,
+            lambda: self.facts(found),  # by name: another file may have taken its place
             mode=status.st_mode & 0o777,
             descriptor=descriptor,
         )
@@ -227,7 +222,7 @@ def open_source(storage: Storage) -> FolderSource | StorageSource:
 
 def join(folder: str, name: str) -> str:
     """Return the name of what is in a folder; "" is the root."""
-    return f"{folder}/{name}" if folder else name
+    return f"{folder}{'' if folder.endswith('/') else '/'}{name}" if folder else name
 
 
 def is_within(path: str, folder: str) -> bool:

@@ -11,6 +11,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from bridge.volumes.crew import Crew
@@ -24,6 +25,7 @@ _TEMPORARY = re.compile(r"\.bridge-copy-[0-9a-f]{8}-\d+")
 _NOT_BY_KERNEL = {errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM, errno.EBADF}
 _ODD_TIME_NS = 1_000_000_000_123_456_789  # finer than what keeps whole seconds, or microseconds
 _SEEN_WITHIN_S = 10.0
+_PROBES = 5
 
 
 def is_copied(size: int, mtime_ns: int | None, there: Entry, *, keeps_times: bool) -> bool:
@@ -68,24 +70,30 @@ class FolderTarget:
         Raises:
             OSError: No file can be made.
         """
-        left, renamed = self._temporary(""), self._temporary("")
-        descriptor = with_retries(lambda: os.open(left, _WRITE_FLAGS))
-        try:
-            with os.fdopen(descriptor, "wb", buffering=0):
-                _lock(descriptor)
-                with contextlib.suppress(OSError):
-                    self._writes_anywhere = os.pwrite(descriptor, b"b", 1) == os.pwrite(descriptor, b"a", 0) == 1
-                with contextlib.suppress(OSError):
-                    os.utime(descriptor, ns=(_ODD_TIME_NS, _ODD_TIME_NS))
-                    self.keeps_times = os.fstat(descriptor).st_mtime_ns == _ODD_TIME_NS
-            os.rename(left, renamed)
-            left = renamed
-        except OSError as exc:
-            if is_full(exc):
-                raise
-        finally:
-            _delete_when_seen(left)
-        return left == renamed
+        for _ in range(_PROBES):
+            left, renamed, is_taken = self._temporary(""), self._temporary(""), False
+            descriptor = with_retries(partial(os.open, left, _WRITE_FLAGS))
+            try:
+                with os.fdopen(descriptor, "wb", buffering=0):
+                    _lock(descriptor)
+                    with contextlib.suppress(OSError):
+                        self._writes_anywhere = os.pwrite(descriptor, b"b", 1) == os.pwrite(descriptor, b"a", 0) == 1
+                    with contextlib.suppress(OSError):
+                        os.utime(descriptor, ns=(_ODD_TIME_NS, _ODD_TIME_NS))
+                        self.keeps_times = os.fstat(descriptor).st_mtime_ns == _ODD_TIME_NS
+                    is_taken = not os.fstat(descriptor).st_nlink  # for left over, before it was locked
+                    os.rename(left, renamed)
+                    left = renamed
+                    os.unlink(left)
+                    return True
+            except OSError as exc:
+                if is_taken and isinstance(exc, FileNotFoundError):
+                    continue
+                _delete_when_seen(left)
+                if is_full(exc):
+                    raise
+                return left == renamed
+        return False
 
     def make_folder(self, name: str, mode: int) -> None:
         """Make a folder in one that is there; nothing where it is there itself."""
@@ -169,20 +177,32 @@ class StorageTarget:
 
     def put(self, name: str, reader: Reader, crew: Crew, *, is_there: bool) -> None:
         """Write a file, in place of one that is there."""
+        blocks = self._blocks(reader, crew)
+        # one is read at once: what cannot be read shall not cost the copy that is there
+        blocks = itertools.chain(list(itertools.islice(blocks, 1)), blocks)
         if is_there:
             self._storage.delete(name)
         try:
-            self._storage.write(name, self._blocks(reader, crew))
-        except FileExistsError:  # the listing did not show it
+            self._storage.write(name, blocks)
+        except FileExistsError:  # it was not seen yet; no block is gone
             self._storage.delete(name)
-            self._storage.write(name, self._blocks(reader, crew))
+            self._storage.write(name, blocks)
+        written = self._seen(name, reader.num_bytes)
         try:
+            # after its time was set: what is written to the source from now on is newer
             reader.check()
-            wait_for_files(self._storage, {name: reader.num_bytes}, timeout_s=_SEEN_WITHIN_S)
         except BaseException:
             with contextlib.suppress(OSError):
-                self._storage.delete(name)
+                if self._storage.status(name) == written:  # else another copy wrote it
+                    self._storage.delete(name)
             raise
+
+    def _seen(self, name: str, size: int) -> Entry:
+        with contextlib.suppress(FileNotFoundError):
+            if (entry := self._storage.status(name)).num_bytes == size:
+                return entry
+        wait_for_files(self._storage, {name: size}, timeout_s=_SEEN_WITHIN_S)
+        return self._storage.status(name)
 
     def _blocks(self, reader: Reader, crew: Crew) -> Iterator[bytes]:
         for block in reader.blocks():

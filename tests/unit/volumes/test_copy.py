@@ -6,6 +6,8 @@ import filecmp
 import os
 import pickle
 import random
+import re
+import shutil
 import signal
 import socket
 import stat
@@ -23,10 +25,11 @@ from hypothesis import strategies as st
 
 import bridge
 from bridge.errors import CopyError, ExportNotFoundError, VolumeError
-from bridge.volumes.copy import CopyReport, copy_tree
+from bridge.volumes.commit import collect_garbage
+from bridge.volumes.copy import CopyReport, _split, copy_tree
 from bridge.volumes.crew import Crew
 from bridge.volumes.source import FolderSource, Found, Reader, is_within
-from bridge.volumes.storage import Entry, open_storage
+from bridge.volumes.storage import Entry, FsspecStorage, LocalStorage, open_storage
 from bridge.volumes.target import FolderTarget, is_copied, is_temporary, pieces
 from tests.exports import make_export
 
@@ -109,6 +112,25 @@ def test_what_counts_as_copied(there: Entry, keeps_times: bool, copied: bool) ->
 
 def test_without_a_time_nothing_counts_as_copied() -> None:
     assert not is_copied(5, None, Entry("f", False, 5, 100), keeps_times=False)
+
+
+@pytest.mark.parametrize(
+    ("path", "parts"),
+    [
+        ("a", (".", "a")),
+        ("a/b", ("a", "b")),
+        ("/b", ("/", "b")),
+        ("/a/b/", ("/a", "b")),
+        ("file:/b", ("file:/", "b")),
+        ("file:///a/b", ("file:///a", "b")),
+        ("memory://b", ("memory://", "b")),
+        ("memory:///b", ("memory:///", "b")),
+        ("s3://bucket/b", ("s3://bucket", "b")),
+        ("a:b/c", ("a:b", "c")),
+    ],
+)
+def test_the_folder_of_a_path_or_an_address(path: str, parts: tuple[str, str]) -> None:
+    assert _split(path) == parts
 
 
 def test_is_within_goes_by_whole_names() -> None:
@@ -267,6 +289,18 @@ def test_a_file_of_an_address(tmp_path: Path) -> None:
     assert (tmp_path / "back").read_bytes() == b"one"
 
 
+def test_a_file_right_below_the_root_of_an_address(tmp_path: Path) -> None:
+    name = f"{tmp_path.name}.bin"
+    (tmp_path / name).write_bytes(b"one")
+    copy_tree(tmp_path / name, f"memory://{name}")
+    copy_tree(f"memory://{name}", tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == b"one"
+    copy_tree(tmp_path / name, "memory://")
+    with pytest.raises(VolumeError, match="they are the same"):
+        copy_tree(f"memory://{name}", "memory://")
+    open_storage("memory://").delete(name)
+
+
 def test_relative_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("f").write_bytes(b"one")
@@ -409,6 +443,41 @@ def test_an_export_that_lacks_a_shard_is_not_complete_at_its_new_place(tmp_path:
         bridge.open_export(tmp_path / "target")
 
 
+def test_what_is_collected_while_it_is_copied_leaves_no_marker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = make_export(tmp_path / "exports" / "main.ml.t", [pa.table({"x": [1, 2]}), pa.table({"x": [3]})])
+    target, put = LocalStorage(tmp_path / "target" / "main.ml.t"), FolderTarget.put
+
+    def collected(self: FolderTarget, name: str, reader: Reader, crew: Crew, *, is_there: bool) -> None:
+        if name.endswith("_bridge.0.json"):
+            assert [attempt.name for attempt in collect_garbage(target, grace_s=-1)] == [folder.name]
+            (target.folder / folder.name).mkdir(exist_ok=True)
+        put(self, name, reader, crew, is_there=is_there)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FolderTarget, "put", collected)
+        report = failed(tmp_path / "exports", tmp_path / "target")
+    assert report.failures == (
+        (f"{folder}/_bridge.0.json", "not copied: it lists part-00000.parquet, which is not there in full"),
+    )
+    assert content(tmp_path / "target") == {}
+    copy_tree(tmp_path / "exports", tmp_path / "target")
+    assert bridge.open_export(tmp_path / "target").num_rows == 3
+
+
+def test_shards_that_came_while_their_folder_was_listed_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_export(tmp_path / "exports" / "main.ml.t", [pa.table({"x": [n]}) for n in range(5)])
+    listing = FolderSource.list
+
+    def early(self: FolderSource, name: str) -> Iterator[Found]:
+        return (found for found in listing(self, name) if not found.name.endswith(("1.parquet", "3.parquet")))
+
+    monkeypatch.setattr(FolderSource, "list", early)
+    assert copy_tree(tmp_path / "exports", tmp_path / "target").num_files == 6
+    assert bridge.open_export(tmp_path / "target").num_rows == 5
+
+
 COPY_AND_DIE = """
 import os, signal, sys
 import bridge
@@ -521,6 +590,44 @@ def test_an_export_of_which_a_part_fails_stays_absent(tmp_path: Path) -> None:
     assert bridge.open_export(tmp_path / "copied").num_rows == 1
 
 
+def test_a_marker_goes_before_what_it_lists_is_replaced(tmp_path: Path) -> None:
+    root, folder = make_source_export(tmp_path)
+    copy_tree(root, tmp_path / "copied")
+    for shard in folder.glob("*.parquet"):
+        os.utime(shard)
+    copy_and_die(root, tmp_path / "copied", after=0)
+    with pytest.raises(ExportNotFoundError):
+        bridge.open_export(tmp_path / "copied")
+    copy_tree(root, tmp_path / "copied")
+    assert bridge.open_export(tmp_path / "copied").num_rows == 150
+    # a copy that the marker of a folder above covers
+    os.utime(folder / "part-00000.parquet")
+    copy_tree(folder / "part-00000.parquet", tmp_path / "copied" / "main.ml.t" / folder.name)
+    with pytest.raises(ExportNotFoundError):
+        bridge.open_export(tmp_path / "copied")
+
+
+def test_a_marker_of_an_address_is_copied_again(tmp_path: Path) -> None:
+    root, folder = make_source_export(tmp_path)
+    address = f"memory://remade/{tmp_path.name}"
+    copy_tree(root, address)
+    time.sleep(0.01)
+    os.utime(folder / "part-00000.parquet")
+    assert copy_tree(root, address).num_files == 2
+    assert content(address) == {name: data for name, data in content(root).items() if "_leases" not in name}
+
+
+def test_a_marker_stays_where_nothing_that_it_lists_is_replaced(tmp_path: Path) -> None:
+    root, folder = make_source_export(tmp_path)
+    copy_tree(root, tmp_path / "copied")
+    marker = tmp_path / "copied" / "main.ml.t" / folder.name / "_bridge.0.json"
+    before = marker.stat()
+    (tmp_path / "notes").write_bytes(b"notes")
+    copy_tree(tmp_path / "notes", marker.parent)
+    assert copy_tree(root, tmp_path / "copied").num_skipped == 3
+    assert marker.stat() == before
+
+
 def test_markers_come_after_all_below_their_folder_the_deepest_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -569,23 +676,67 @@ def test_a_file_that_cannot_be_read_does_not_stop_the_rest(tmp_path: Path, monke
     assert copy_tree(source, tmp_path / "target").num_files == 1
 
 
-@pytest.mark.parametrize("change", ["longer", "shorter"])
+@pytest.mark.parametrize("change", ["longer", "shorter", "equal"])
 @pytest.mark.parametrize("size", [5_000, 3 << 20])
 def test_a_file_that_changes_once_is_copied_again(
     tmp_path: Path, change: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "file"
     source.write_bytes(bytes(size))
-    copy_range, new = os.copy_file_range, b"n" * (size + 100 if change == "longer" else size // 2)
+    os.utime(source, ns=(1, 1))
+    copy_range = os.copy_file_range
+    new = b"n" * {"longer": size + 100, "shorter": size // 2, "equal": size}[change]
 
     def changing(*arguments: object) -> int:
+        moved = copy_range(*arguments) if change == "equal" else None  # type: ignore[arg-type]
         if source.read_bytes() != new:
             source.write_bytes(new)
-        return copy_range(*arguments)  # type: ignore[arg-type]
+        return moved or copy_range(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "copy_file_range", changing)
     copy_tree(source, tmp_path / "target")
     assert (tmp_path / "target").read_bytes() == new
+
+
+@pytest.mark.parametrize("how", ["written", "renamed"])
+def test_a_file_that_changes_after_it_was_read_is_written_again(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_renames(monkeypatch)
+    source = tmp_path / "file"
+    source.write_bytes(b"old")
+    os.utime(source, ns=(1, 1))
+    write = LocalStorage.write
+
+    def changing(self: LocalStorage, name: str, blocks: Iterator[bytes]) -> None:
+        write(self, name, blocks)
+        if source.read_bytes() == b"old":
+            (tmp_path / "new").write_bytes(b"new")
+            os.utime(tmp_path / "new", ns=(2, 2))
+            (shutil.move if how == "renamed" else shutil.copy2)(tmp_path / "new", source)
+
+    monkeypatch.setattr(LocalStorage, "write", changing)
+    copy_tree(source, tmp_path / "target")
+    assert (tmp_path / "target").read_bytes() == b"new"
+
+
+def test_a_file_of_an_address_that_changes_once_is_copied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_storage(f"memory://changing/{tmp_path.name}")
+    source.write("f", [b"old"])
+    read = FsspecStorage.read
+
+    def changing(self: FsspecStorage, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        data = read(self, name, start, stop)
+        if data == b"old":
+            source.delete("f")
+            source.write("f", [b"new, and longer"])
+        return data
+
+    monkeypatch.setattr(FsspecStorage, "read", changing)
+    copy_tree(str(source), tmp_path / "target")
+    assert content(tmp_path / "target") == {"f": b"new, and longer"}
 
 
 def test_a_file_that_keeps_changing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -636,6 +787,41 @@ def test_a_target_that_is_full_from_the_start(tmp_path: Path, monkeypatch: pytes
         copy_tree(source, tmp_path / "target")
 
 
+def test_a_source_that_always_fails_ends_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, opened = make_tree(tmp_path / "source", files=300), os.open
+    is_broken = True
+
+    def fail(path: str, *arguments: object, **options: object) -> int:
+        if is_broken and path.endswith(".bin"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(path, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr("bridge.volumes.storage._RETRY_DELAYS_S", (0.001,))
+    report = failed(source, tmp_path / "target", num_threads=8)
+    assert 16 <= len(report.failures) <= 32 + 8
+    assert re.fullmatch(
+        r"The last \d+ tries all failed: see that both places can be read and written\. The rest was not tried\.",
+        report.stopped,
+    )
+    is_broken = False
+    assert copy_tree(source, tmp_path / "target").num_files == 300
+
+
+def test_failures_with_successes_between_do_not_end_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, opened = make_tree(tmp_path / "source", files=300), os.open
+
+    def fail(path: str, *arguments: object, **options: object) -> int:
+        if path.endswith(("1.bin", "3.bin", "5.bin")):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return opened(path, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr("bridge.volumes.storage._RETRY_DELAYS_S", (0.001,))
+    report = failed(source, tmp_path / "target", num_threads=1)
+    assert (report.num_files, len(report.failures), report.stopped) == (210, 90, "")
+
+
 def test_an_error_that_is_no_failure_of_a_file_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
@@ -645,14 +831,53 @@ def test_an_error_that_is_no_failure_of_a_file_is_raised(tmp_path: Path, monkeyp
         copy_tree(make_tree(tmp_path / "source"), tmp_path / "target")
 
 
-def test_where_files_cannot_be_renamed_they_are_written_at_their_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def refuse_renames(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(os, "rename", refuse)
+    rename = os.rename
+    monkeypatch.setattr(os, "rename", lambda old, new: (refuse if is_temporary(Path(old).name) else rename)(old, new))
     monkeypatch.setattr(os, "replace", refuse)
+
+
+@pytest.mark.parametrize("is_other", [True, False])
+def test_what_another_copy_wrote_meanwhile_is_not_deleted(
+    tmp_path: Path, is_other: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Reader) -> None:
+        if is_other:
+            os.unlink(tmp_path / "target")
+            (tmp_path / "target").write_bytes(b"one")
+        raise VolumeError("lost")
+
+    refuse_renames(monkeypatch)
+    monkeypatch.setattr(Reader, "check", fail)
+    (tmp_path / "source").write_bytes(b"one")
+    assert failed(tmp_path / "source", tmp_path / "target").failures == ((f"{tmp_path}/source", "lost"),)
+    assert (tmp_path / "target").exists() is is_other
+
+
+def test_an_old_copy_stays_where_the_new_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    refuse_renames(monkeypatch)
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(b"one")
+    copy_tree(source, target)
+    source.write_bytes(b"other")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pread", fail)
+        assert failed(source, target).failures == ((str(source), "Permission denied"),)
+    assert target.read_bytes() == b"one"
+    copy_tree(source, target)
+    assert target.read_bytes() == b"other"
+
+
+def test_where_files_cannot_be_renamed_they_are_written_at_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse_renames(monkeypatch)
     source, target = make_tree(tmp_path / "source"), tmp_path / "target"
     copy_tree(source, target)
     assert content(target) == content(source)
@@ -696,6 +921,26 @@ def test_a_copy_into_itself_is_refused(tmp_path: Path, source: str, target: str,
     with pytest.raises(VolumeError, match=how):
         copy_tree(tmp_path / source, tmp_path / target)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "how"),
+    [
+        ("tree", "alias", "they are the same"),
+        ("alias/0.bin", "tree/0.bin", "they are the same"),
+        ("tree", "alias/new/deep", "one of them lies in the other"),
+        ("tree/a0/b0", "alias", "one of them lies in the other"),
+    ],
+)
+def test_a_copy_into_itself_by_another_name_is_refused(
+    tmp_path: Path, source: str, target: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tree(tmp_path / "tree")
+    (tmp_path / "tree" / "0.bin").write_bytes(b"x")
+    (tmp_path / "alias").symlink_to("tree")
+    monkeypatch.setattr(os.path, "realpath", os.path.abspath)  # as if it was mounted at two places
+    with pytest.raises(VolumeError, match=how):
+        copy_tree(tmp_path / source, tmp_path / target)
 
 
 def test_an_address_into_itself_is_refused() -> None:
@@ -758,6 +1003,55 @@ def test_an_interrupt_stops_quickly_and_leaves_no_half_file(tmp_path: Path) -> N
     whole, copied = content(source), content(target)
     assert 0 < len(copied) < 5000
     assert copied.items() <= whole.items()
+
+
+def test_a_probe_that_another_copy_takes_for_left_over_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock, left = fcntl.flock, 2
+
+    def taken(descriptor: int, how: int) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            os.unlink(next(tmp_path.iterdir()))
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", taken)
+    began = time.monotonic()
+    assert FolderTarget(tmp_path).probe()
+    assert (left, list(tmp_path.iterdir())) == (0, [])
+    monkeypatch.setattr(fcntl, "flock", lambda *_: os.unlink(next(tmp_path.iterdir())))
+    assert not FolderTarget(tmp_path).probe()
+    assert time.monotonic() - began < 2
+
+
+def test_copies_that_start_at_once_leave_each_others_probes_alone(tmp_path: Path) -> None:
+    until, sweeper = time.monotonic() + 0.5, FolderTarget(tmp_path)
+    found: list[bool] = []
+
+    def probe() -> None:
+        while time.monotonic() < until:
+            found.append(FolderTarget(tmp_path).probe())
+
+    threads = [threading.Thread(target=probe) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while time.monotonic() < until:
+        for entry in os.listdir(tmp_path):
+            sweeper.sweep(entry)
+    for thread in threads:
+        thread.join()
+    assert all(found)
+    assert len(found) > 20
+
+
+def test_without_what_only_linux_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((os, "posix_fadvise"), (os, "copy_file_range"), (time, "pthread_getcpuclockid")):
+        monkeypatch.delattr(module, name)
+    source = make_tree(tmp_path / "source")
+    assert copy_tree(source, tmp_path / "target").num_files == 60
+    assert content(tmp_path / "target") == content(source)
 
 
 def test_no_thread_is_left(tmp_path: Path) -> None:

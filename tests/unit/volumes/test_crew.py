@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bridge.errors import VolumeError
 from bridge.volumes.crew import Crew, Stopped, threads_wanted
 
 
@@ -61,6 +62,52 @@ def threads_that_work() -> int:
         crew.add([task] * 128)
         crew.drain(nothing)
     return len(seen)
+
+
+def limit_threads(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    start, started = threading.Thread.start, 0
+
+    def limited(thread: threading.Thread) -> None:
+        nonlocal started
+        if started == most:
+            raise RuntimeError("can't start new thread")
+        started += 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+
+
+def test_where_no_more_threads_can_be_started_those_there_are_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_threads(monkeypatch, 3)
+    assert threads_that_work() == 3
+
+
+def test_where_no_thread_can_be_started_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_threads(monkeypatch, 0)
+    with pytest.raises(VolumeError, match=r"no thread can be started \(can't start new thread\)"), Crew(4):
+        pass
+
+
+def test_an_interrupt_while_the_first_thread_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, start = threading.active_count(), threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt), Crew(4):
+            pass
+    until = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+
+
+def test_without_the_clocks_of_threads_all_are_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(time, "pthread_getcpuclockid")
+    assert threads_that_work() == 16
 
 
 def test_drain_returns_when_tasks_that_tasks_added_are_done() -> None:
