@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 
 from bridge.manifest import Manifest, describe_shards, encode_schema
 from bridge.volumes.commit import begin
-from bridge.volumes.storage import LocalStorage
+from bridge.volumes.stores import LocalStorage
 
 
 def make_export(

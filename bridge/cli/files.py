@@ -36,7 +36,7 @@ def cp(
 
 def _tell_stand_ins(*paths: str) -> None:
     from bridge.config import load_settings
-    from bridge.volumes.storage import open_storage
+    from bridge.volumes.stores import open_storage
 
     root = load_settings().volume_root
     for path in paths:

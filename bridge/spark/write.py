@@ -17,7 +17,7 @@ from bridge.spark.failures import translated
 from bridge.spark.read import stream_batches
 from bridge.spark.source import Source
 from bridge.volumes.path import Place
-from bridge.volumes.storage import flush_file
+from bridge.volumes.stores import flush_file
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

@@ -17,7 +17,7 @@ from bridge.tables.prepare import prepare
 from bridge.tables.table import Table
 from bridge.volumes.commit import complete_attempts, read_marker
 from bridge.volumes.path import locate
-from bridge.volumes.storage import LocalStorage
+from bridge.volumes.stores import LocalStorage
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession

@@ -23,7 +23,7 @@ from bridge.spark.write import Written, write_shards
 from bridge.tables.receipt import make_receipt
 from bridge.volumes.commit import begin, collect_garbage, complete_attempts
 from bridge.volumes.path import Place, refuse_glob
-from bridge.volumes.storage import LocalStorage
+from bridge.volumes.stores import LocalStorage
 
 SHARD_BYTES = 1 << 30
 ROW_GROUP_BYTES = 64 << 20

@@ -296,11 +296,18 @@ def delete_attempt(storage: Storage, attempt: Attempt) -> None:
     """
     folder = f"{storage}/{attempt.name}"
     with _translated(f"{folder} cannot be deleted, and may still be complete"):
-        for name in marker_names(attempt.name):
-            with contextlib.suppress(NotADirectoryError):
-                storage.delete(name)
+        _delete_markers(storage, attempt.name)
     with _translated(f"{folder} is not complete any more, but not all of it could be deleted"):
-        _delete_tree(storage, attempt.name)
+        try:
+            _delete_tree(storage, attempt.name)
+        finally:
+            _delete_markers(storage, attempt.name)  # what a copy into the same folder wrote meanwhile
+
+
+def _delete_markers(storage: Storage, folder: str) -> None:
+    for name in marker_names(folder):
+        with contextlib.suppress(NotADirectoryError):
+            storage.delete(name)
 
 
 def _delete_tree(storage: Storage, folder: str) -> None:

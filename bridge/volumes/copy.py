@@ -21,7 +21,8 @@ from bridge.volumes.commit import Marker, is_marker, marker_names
 from bridge.volumes.crew import Crew, Task
 from bridge.volumes.lease import is_lease
 from bridge.volumes.source import FolderSource, Found, StorageSource, join, open_source, reason_of
-from bridge.volumes.storage import Entry, Storage, is_transient, open_storage, with_retries
+from bridge.volumes.storage import Entry, Storage, is_transient, with_retries
+from bridge.volumes.stores import open_storage
 from bridge.volumes.target import FolderTarget, StorageTarget, is_copied, is_full, is_temporary
 
 _MOST_THREADS = 128

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from bridge.volumes.cache import FileCache
-from bridge.volumes.storage import LocalStorage
+from bridge.volumes.stores import LocalStorage
 
 _MAX_BYTES = 12 << 20
 _NUM_FILES = 40

@@ -24,7 +24,8 @@ from bridge.volumes.commit import (
     delete_attempt,
 )
 from bridge.volumes.digest import digest_bytes
-from bridge.volumes.storage import LocalStorage, Storage
+from bridge.volumes.storage import Storage
+from bridge.volumes.stores import LocalStorage
 
 _SHORT_GRACE_S = 1.0
 

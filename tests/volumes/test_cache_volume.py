@@ -15,7 +15,7 @@ import pytest
 
 from bridge.errors import VolumeError
 from bridge.volumes.cache import FileCache
-from bridge.volumes.storage import LocalStorage, open_storage
+from bridge.volumes.stores import LocalStorage, open_storage
 from tests.volumes.cache_chaos import cache_round
 from tests.volumes.mount import Volume
 
@@ -195,7 +195,7 @@ def test_a_killed_copy_on_such_a_mount(mount_volume: Callable[..., Volume], tmp_
     (tmp_path / "a").write_bytes(b"a" * (4 << 20))
     code = (
         "import sys; from pathlib import Path\nfrom bridge.volumes.cache import FileCache\n"
-        "from bridge.volumes.storage import LocalStorage\n"
+        "from bridge.volumes.stores import LocalStorage\n"
         "FileCache(Path(sys.argv[1]), max_bytes=1 << 30).epoch().fetch(LocalStorage(Path(sys.argv[2])), 'a')\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, disk.path / "cache", tmp_path]) as child:

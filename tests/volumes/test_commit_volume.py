@@ -14,7 +14,7 @@ import pytest
 from bridge.errors import VolumeError
 from bridge.volumes.commit import attempts, begin, collect_garbage, complete_attempts, delete_attempt
 from bridge.volumes.lease import Lease, leased_ids
-from bridge.volumes.storage import LocalStorage
+from bridge.volumes.stores import LocalStorage
 from tests.processes import eventually
 from tests.volumes.mount import Volume
 

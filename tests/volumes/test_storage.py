@@ -20,16 +20,9 @@ from hypothesis import strategies as st
 import bridge.volumes.path
 from bridge.errors import MissingDependencyError, VolumeError
 from bridge.volumes import storage as seam
-from bridge.volumes.storage import (
-    Entry,
-    FsspecStorage,
-    LocalStorage,
-    Storage,
-    is_transient,
-    open_storage,
-    wait_for_files,
-    with_retries,
-)
+from bridge.volumes import stores
+from bridge.volumes.storage import Entry, Storage, is_transient, wait_for_files, with_retries
+from bridge.volumes.stores import FsspecStorage, LocalStorage, open_storage
 from tests.volumes.mount import Volume
 
 
@@ -207,15 +200,15 @@ def test_links_are_told_from_files(tmp_path: Path) -> None:
 
 def test_a_mount_is_used_where_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing can be mounted at /Volumes for one test alone.
-    monkeypatch.setattr(seam, "is_mounted", lambda name: True)
-    monkeypatch.setattr(seam, "_mount_error", lambda name: None)
+    monkeypatch.setattr(stores, "is_mounted", lambda name: True)
+    monkeypatch.setattr(stores, "_mount_error", lambda name: None)
 
     assert str(open_storage("/Volumes/a/b/c/x", volume_root=tmp_path)) == "/Volumes/a/b/c/x"
 
 
 def broken_mount(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOTCONN) -> None:
     error = OSError(number, os.strerror(number))
-    monkeypatch.setattr(seam, "_mount_error", lambda name: error)
+    monkeypatch.setattr(stores, "_mount_error", lambda name: error)
 
 
 def test_a_mount_that_does_not_answer_is_told_rather_than_replaced(
@@ -262,7 +255,7 @@ def test_without_a_mount_databricks_own_api_is_used_where_it_is_configured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_broken: bool
 ) -> None:
     module = fake_databricks()
-    monkeypatch.setattr(seam, "find_spec", lambda name: module)
+    monkeypatch.setattr(stores, "find_spec", lambda name: module)
     monkeypatch.setitem(sys.modules, "fsspec_databricks", module)
     monkeypatch.setenv("HOME", str(tmp_path))
     if is_broken:
@@ -319,7 +312,8 @@ def test_a_file_that_another_wrote_in_our_place_stays(tmp_path: Path) -> None:
 WAIT = """
 import sys
 from pathlib import Path
-from bridge.volumes.storage import LocalStorage, wait_for_files
+from bridge.volumes.storage import wait_for_files
+from bridge.volumes.stores import LocalStorage
 print("waiting", flush=True)
 wait_for_files(LocalStorage(Path(sys.argv[1])), {str(number): 1 for number in range(100)}, timeout_s=60)
 """

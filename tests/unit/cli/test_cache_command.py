@@ -8,7 +8,7 @@ import pytest
 
 from bridge.config import load_settings
 from bridge.volumes.cache import FileCache
-from bridge.volumes.storage import LocalStorage
+from bridge.volumes.stores import LocalStorage
 from tests.unit.cli.conftest import Run
 
 

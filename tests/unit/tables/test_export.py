@@ -16,7 +16,7 @@ from bridge.spark.write import Written
 from bridge.tables.publish import _counted, export_folder, find_reusable, identity, shape
 from bridge.volumes.commit import begin, complete_attempts
 from bridge.volumes.path import locate
-from bridge.volumes.storage import LocalStorage
+from bridge.volumes.stores import LocalStorage
 from tests.exports import make_export
 
 TABLE = pa.table({"n": range(10)})

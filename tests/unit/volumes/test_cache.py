@@ -24,7 +24,8 @@ from bridge.volumes import cache as cache_module
 from bridge.volumes import pins
 from bridge.volumes.cache import Epoch, FileCache
 from bridge.volumes.entry import list_entries
-from bridge.volumes.storage import Entry, FsspecStorage, LocalStorage, Storage, open_storage
+from bridge.volumes.storage import Entry, Storage
+from bridge.volumes.stores import FsspecStorage, LocalStorage, open_storage
 
 KIB = 1024
 TAKES = 24 * KIB  # what the copy of a file of 10 KiB takes on the disk
@@ -796,7 +797,7 @@ def test_it_works_in_a_process_of_its_own(storage: LocalStorage, tmp_path: Path)
     put(storage, "a", b"abc")
     code = (
         "import sys; from pathlib import Path\nfrom bridge.volumes.cache import FileCache\n"
-        "from bridge.volumes.storage import open_storage\n"
+        "from bridge.volumes.stores import open_storage\n"
         "with FileCache(Path(sys.argv[1]), max_bytes=9, min_free_bytes=0).epoch() as epoch:\n"
         "    print(epoch.fetch(open_storage(sys.argv[2]), 'a').read_text())"
     )

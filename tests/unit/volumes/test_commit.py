@@ -28,7 +28,8 @@ from bridge.volumes.commit import (
     judge,
     read_marker,
 )
-from bridge.volumes.storage import FsspecStorage, LocalStorage, Storage, open_storage
+from bridge.volumes.storage import Storage
+from bridge.volumes.stores import FsspecStorage, LocalStorage, open_storage
 
 BODY = {"name": "é", "rows": [1, 2, {"deep": None}], "digest": "not this one"}
 MARKER = Marker(BODY, {})

@@ -29,7 +29,8 @@ from bridge.volumes.commit import collect_garbage
 from bridge.volumes.copy import CopyReport, _split, copy_tree
 from bridge.volumes.crew import Crew
 from bridge.volumes.source import FolderSource, Found, Reader, is_within
-from bridge.volumes.storage import Entry, FsspecStorage, LocalStorage, open_storage
+from bridge.volumes.storage import Entry
+from bridge.volumes.stores import FsspecStorage, LocalStorage, open_storage
 from bridge.volumes.target import FolderTarget, is_copied, is_temporary, pieces
 from tests.exports import make_export
 

@@ -9,7 +9,8 @@ import pytest
 from bridge.errors import VolumeError
 from bridge.volumes import lease
 from bridge.volumes.lease import Lease, drop_stale_leases, is_lease, leased_ids, storage_time_ns
-from bridge.volumes.storage import Entry, LocalStorage, open_storage
+from bridge.volumes.storage import Entry
+from bridge.volumes.stores import LocalStorage, open_storage
 from tests.processes import eventually
 
 ID = "0123456789ab"
