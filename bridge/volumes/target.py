@@ -81,10 +81,14 @@ class FolderTarget:
                     with contextlib.suppress(OSError):
                         os.utime(descriptor, ns=(_ODD_TIME_NS, _ODD_TIME_NS))
                         self.keeps_times = os.fstat(descriptor).st_mtime_ns == _ODD_TIME_NS
-                    is_taken = not os.fstat(descriptor).st_nlink  # for left over, before it was locked
-                    os.rename(left, renamed)
+                    try:
+                        os.rename(left, renamed)
+                    except FileNotFoundError:
+                        is_taken = not os.fstat(descriptor).st_nlink  # for left over, before it was locked
+                        raise
                     left = renamed
-                    os.unlink(left)
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(left)
                     return True
             except OSError as exc:
                 if is_taken and isinstance(exc, FileNotFoundError):
