@@ -15,11 +15,12 @@ from bridge.errors import VolumeError
 T = TypeVar("T")
 Task = Callable[[], None]
 
-_MOST_WAITING = 1024
+_MOST_WAITING = 4096
 _MOST_SHARING = 8
 _TICK_S = 0.02
 # of one processor: Python runs in one thread at a time, so that more threads gain nothing beyond
 _BUSY = 0.7
+_WAITING = 0.1
 
 
 class Stopped(Exception):  # noqa: N818 (no error: it was told to stop)
@@ -29,17 +30,21 @@ class Stopped(Exception):  # noqa: N818 (no error: it was told to stop)
 def threads_wanted(threads: int, busy: float, *, most: int) -> int:
     """Return how many threads there should be, where `threads` keep `busy` processors busy; not fewer than there are.
 
-    Threads that wait need little of a processor: as many are wanted as would keep one almost busy.
+    Where each uses next to nothing of a processor they wait for a network: the most are wanted, since what waits costs
+    nothing. Else as many as would keep one processor almost busy.
     """
+    if busy < _WAITING * threads:
+        return most
     if busy >= _BUSY:
         return threads
-    return max(threads, min(most, math.ceil(threads * _BUSY / max(busy, 0.001))))
+    return max(threads, min(most, math.ceil(threads * _BUSY / busy)))
 
 
 class Crew:
-    """Does tasks in threads: those that copy files, first in first out, and those that find more, last in first out.
+    """Does tasks in threads: those that copy files, and those that find more, the last found first.
 
-    What finds more is done when there are fewer files than threads, so that little waits. An exception in a task stops
+    Files of several folders take turns, since the kernel makes names in one folder one after another. What finds more
+    is done while few files wait. An exception in a task stops
     everything and is raised by `drain`. At the end of the context all threads have ended; what they had not begun is
     dropped.
     """
@@ -47,7 +52,8 @@ class Crew:
     def __init__(self, most: int) -> None:
         self._most = most
         self._changed = threading.Condition()
-        self._files: deque[Task] = deque()
+        self._files: deque[deque[Task]] = deque()
+        self._num_waiting = 0
         self._folders: list[Task] = []
         self._unfinished = 0
         self._threads: list[threading.Thread] = []
@@ -76,12 +82,14 @@ class Crew:
     @property
     def has_enough(self) -> bool:
         """Whether so many files wait that to find more would only take memory."""
-        return len(self._files) >= _MOST_WAITING
+        return self._num_waiting >= _MOST_WAITING
 
     def add(self, files: Sequence[Task] = (), folders: Sequence[Task] = ()) -> None:
         """Take tasks."""
         with self._changed:
-            self._files.extend(files)
+            if files:
+                self._files.append(deque(files))
+                self._num_waiting += len(files)
             self._folders.extend(folders)
             self._unfinished += len(files) + len(folders)
             self._changed.notify(len(files) + len(folders))
@@ -132,7 +140,7 @@ class Crew:
         while not is_done:
             with self._changed:
                 is_done = self._changed.wait_for(lambda: self._is_stopped or not self._unfinished, _TICK_S)
-                waiting = len(self._files) + len(self._folders)
+                waiting = self._num_waiting + len(self._folders)
             show()
             now, cpu = time.perf_counter(), self._cpu_seconds()
             wanted = threads_wanted(len(self._threads), (cpu - spent) / (now - began), most=self._most)
@@ -157,20 +165,24 @@ class Crew:
             self._changed.notify_all()
 
     def _start(self, count: int) -> None:
-        for _ in range(count):
-            thread = threading.Thread(target=self._work, name="bridge-copy")
-            try:
+        # A start waits until the thread runs, which takes long beside others that work: all begin when all are there.
+        gate = threading.Event()
+        try:
+            for _ in range(count):
+                thread = threading.Thread(target=self._work, args=[gate], name="bridge-copy")
                 thread.start()
-            except RuntimeError as exc:
-                self._most = len(self._threads)  # the machine allows no more
-                if not self._threads:
-                    raise VolumeError(
-                        f"no thread can be started ({exc}).\n  End other work here, or raise the limit of processes."
-                    ) from exc
-                return
-            self._threads.append(thread)
+                self._threads.append(thread)
+        except RuntimeError as exc:
+            self._most = len(self._threads)  # the machine allows no more
+            if not self._threads:
+                raise VolumeError(
+                    f"no thread can be started ({exc}).\n  End other work here, or raise the limit of processes."
+                ) from exc
+        finally:
+            gate.set()
 
-    def _work(self) -> None:
+    def _work(self, gate: threading.Event) -> None:
+        gate.wait()
         if hasattr(time, "pthread_getcpuclockid"):  # without it all threads seem to wait, and more are started
             self._clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
         while (task := self._take()) is not None:
@@ -191,8 +203,14 @@ class Crew:
             self._changed.wait_for(lambda: self._is_stopped or self._files or self._folders)
             if self._is_stopped:
                 return None
-            finds_more = self._folders and len(self._files) < len(self._threads)
-            return self._folders.pop() if finds_more or not self._files else self._files.popleft()
+            if self._folders and (not self._files or not self.has_enough):
+                return self._folders.pop()
+            group = self._files.popleft()
+            task = group.popleft()
+            if group:
+                self._files.append(group)
+            self._num_waiting -= 1
+            return task
 
     def _cpu_seconds(self) -> float:
         total = 0.0

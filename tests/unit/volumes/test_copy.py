@@ -1075,7 +1075,7 @@ def test_few_files_wait_at_any_time(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def watched(self: FolderTarget, name: str, reader: Reader, crew: Crew, *, is_there: bool) -> None:
         nonlocal most
-        most = max(most, len(crew._files))
+        most = max(most, crew._num_waiting)
         put(self, name, reader, crew, is_there=is_there)
 
     monkeypatch.setattr(FolderTarget, "put", watched)
