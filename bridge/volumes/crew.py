@@ -34,7 +34,7 @@ def threads_wanted(threads: int, busy: float, *, most: int) -> int:
     nothing. Else as many as would keep one processor almost busy.
     """
     if busy < _WAITING * threads:
-        return most
+        return max(threads, most)
     if busy >= _BUSY:
         return threads
     return max(threads, min(most, math.ceil(threads * _BUSY / busy)))
@@ -43,8 +43,8 @@ def threads_wanted(threads: int, busy: float, *, most: int) -> int:
 class Crew:
     """Does tasks in threads: those that copy files, and those that find more, the last found first.
 
-    Files of several folders take turns, since the kernel makes names in one folder one after another. What finds more
-    is done while few files wait. An exception in a task stops
+    Files of several folders take turns, since the kernel makes names in one folder one after another; and so do files
+    and what finds more, while not too many wait. An exception in a task stops
     everything and is raised by `drain`. At the end of the context all threads have ended; what they had not begun is
     dropped.
     """
@@ -54,6 +54,7 @@ class Crew:
         self._changed = threading.Condition()
         self._files: deque[deque[Task]] = deque()
         self._num_waiting = 0
+        self._finds_next = True
         self._folders: list[Task] = []
         self._unfinished = 0
         self._threads: list[threading.Thread] = []
@@ -185,7 +186,8 @@ class Crew:
         gate.wait()
         if hasattr(time, "pthread_getcpuclockid"):  # without it all threads seem to wait, and more are started
             self._clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
-        while (task := self._take()) is not None:
+        task = self._take(0)
+        while task is not None:
             try:
                 task()
             except Stopped:
@@ -193,18 +195,22 @@ class Crew:
             except BaseException as exc:  # noqa: BLE001 (raised by `drain`)
                 self._failure = self._failure or exc
                 self.stop()
-            with self._changed:
-                self._unfinished -= 1
-                if not self._unfinished:
-                    self._changed.notify_all()
+            task = self._take(1)
 
-    def _take(self) -> Task | None:
+    def _take(self, num_done: int) -> Task | None:
+        """Return the next task, None where there is to be none; `num_done` were done since the last."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_stopped or self._files or self._folders)
+            self._unfinished -= num_done
+            if not self._unfinished:
+                self._changed.notify_all()
+            while not (self._is_stopped or self._files or self._folders):
+                self._changed.wait()
             if self._is_stopped:
                 return None
-            if self._folders and (not self._files or not self.has_enough):
+            if self._folders and (not self._files or (self._finds_next and not self.has_enough)):
+                self._finds_next = False
                 return self._folders.pop()
+            self._finds_next = True
             group = self._files.popleft()
             task = group.popleft()
             if group:

@@ -18,6 +18,7 @@ from bridge.volumes.crew import Crew
 from bridge.volumes.source import ChangedError, Reader, join
 from bridge.volumes.storage import Entry, Storage, wait_for_files, with_retries
 
+_SOON = 1 << 20  # so small a file is written at once
 _BIG_FILE = 64 << 20
 _PIECE = 32 << 20
 _WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -53,7 +54,8 @@ def is_full(exc: OSError) -> bool:
 class FolderTarget:
     """A folder where a file is renamed to its name when it is whole.
 
-    What is being written is locked, so that a later copy can tell it from what a killed one left.
+    What takes a while to be written is locked, so that a later copy can tell it from what a killed one left. The rest
+    is written again should another copy take it for that.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,22 +122,21 @@ class FolderTarget:
         descriptor = os.open(temporary, _WRITE_FLAGS, reader.mode)
         try:
             try:
-                _lock(descriptor)
+                if reader.num_bytes > _SOON:
+                    _lock(descriptor)
                 if reader.num_bytes >= _BIG_FILE and self._writes_anywhere:
                     ranges = pieces(reader.num_bytes, _PIECE)
                     crew.share(ranges, lambda piece: self._move(reader, descriptor, *piece, crew))
                 else:
                     self._move(reader, descriptor, 0, reader.num_bytes, crew)
                 reader.check()
-                if os.fstat(descriptor).st_size != reader.num_bytes:
-                    raise ChangedError
                 if self.keeps_times and reader.mtime_ns is not None:
                     os.utime(descriptor, ns=(reader.mtime_ns, reader.mtime_ns))
             finally:
                 os.close(descriptor)
             try:
                 os.replace(temporary, f"{self._root}/{name}")
-            except FileNotFoundError:  # another copy took it for left over, in a moment when it was not locked
+            except FileNotFoundError:  # another copy took it for left over
                 raise ChangedError from None
         except BaseException:
             with contextlib.suppress(OSError):

@@ -19,12 +19,13 @@ def nothing() -> None:
 def test_threads_are_never_fewer_nor_more_than_allowed(threads: int, busy: float, most: int) -> None:
     wanted = threads_wanted(threads, busy, most=most)
     assert threads <= wanted <= max(most, threads)
-    assert wanted == threads or busy < 0.7
+    assert wanted == threads or busy < max(0.7, 0.1 * threads)
 
 
-def test_threads_that_wait_are_joined_by_as_many_as_keep_a_processor_busy() -> None:
+def test_threads_that_only_wait_are_joined_by_the_most_and_others_by_what_keeps_a_processor_busy() -> None:
     assert threads_wanted(4, 0.7, most=128) == 4
-    assert threads_wanted(4, 0.07, most=128) == 40
+    assert threads_wanted(4, 0.5, most=128) == 6
+    assert threads_wanted(4, 0.39, most=128) == 128
     assert threads_wanted(4, 0.0, most=128) == 128
 
 
