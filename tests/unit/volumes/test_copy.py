@@ -193,6 +193,7 @@ def test_a_big_file_arrives_whole(tmp_path: Path, size: int, by_kernel: bool, mo
 
     def traced(*arguments: object) -> int:
         threads.add(threading.get_ident())
+        time.sleep(0.005)  # so that one does not do it all before others are there
         return write(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(os, "pwrite", traced)
