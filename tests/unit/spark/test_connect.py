@@ -436,20 +436,3 @@ def test_an_address_that_is_none_is_told_without_its_token(remote: str) -> None:
     with pytest.raises(ConfigError, match=r"is no address of a Spark Connect server\.\n  Give sc://") as caught:
         bridge.connect(remote)
     assert "SECRET" not in str(caught.value)
-
-
-def test_a_process_whose_server_is_gone_ends_at_once() -> None:
-    """Else pyspark tries for ten minutes to tell the server goodbye, and `run` fails after 100 s."""
-    run(
-        """
-        import time
-        from bridge.spark.channel import is_refused
-
-        server, remote = serve()
-        spark = bridge.connect(remote)
-        spark.range(3).count()
-        server.stop()
-        while not is_refused(spark):
-            time.sleep(0.05)
-        """
-    )
