@@ -16,7 +16,6 @@ Who works on an attempt renews a lease beside it; what is neither complete nor l
 from __future__ import annotations
 
 import contextlib
-import enum
 import json
 import re
 import secrets
@@ -107,20 +106,9 @@ class Marker:
         return None
 
 
-class State(enum.Enum):
-    """What an attempt is to those who did not write it."""
-
-    COMPLETE = "complete"
-    IN_WORK = "in work"
-    DEAD = "dead"
-
-
-def judge(attempt: Attempt, *, has_marker: bool, is_leased: bool, now_ns: int, grace_s: float) -> State:
-    """Return what an attempt is: only one that is dead may be collected."""
-    if has_marker:
-        return State.COMPLETE
-    is_young = now_ns - attempt.generation * 1_000_000 < grace_s * 1e9
-    return State.IN_WORK if is_leased or is_young else State.DEAD
+def is_abandoned(attempt: Attempt, *, is_leased: bool, now_ns: int, grace_s: float) -> bool:
+    """Return whether nobody works on an attempt any more: where it has no marker either, it may be collected."""
+    return not is_leased and now_ns - attempt.generation * 1_000_000 >= grace_s * 1e9
 
 
 class OpenAttempt:
@@ -342,9 +330,11 @@ def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attem
     for attempt in found:
         try:
             is_leased = attempt.attempt_id in leased
-            state = judge(attempt, has_marker=False, is_leased=is_leased, now_ns=now_ns, grace_s=grace_s)
             # the marker is read last: whoever is leased or young costs nothing
-            if state is State.DEAD and read_marker(storage, attempt.name) is None:
+            if (
+                is_abandoned(attempt, is_leased=is_leased, now_ns=now_ns, grace_s=grace_s)
+                and read_marker(storage, attempt.name) is None
+            ):
                 delete_attempt(storage, attempt)
                 collected.append(attempt)
         except VolumeError as exc:

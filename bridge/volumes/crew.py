@@ -44,9 +44,8 @@ class Crew:
     """Does tasks in threads: those that copy files, and those that find more, the last found first.
 
     Files of several folders take turns, since the kernel makes names in one folder one after another; and so do files
-    and what finds more, while not too many wait. An exception in a task stops
-    everything and is raised by `drain`. At the end of the context all threads have ended; what they had not begun is
-    dropped.
+    and what finds more, while not too many wait. An exception in a task stops everything and is raised by `drain`. At
+    the end of the context all threads have ended; what they had not begun is dropped.
     """
 
     def __init__(self, most: int) -> None:
