@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,11 +67,12 @@ def _read_row_group(
 ) -> tuple[pa.Table, pq.FileMetaData]:
     """Decode a row group from memory that holds its bytes, and the footer's, at the places they have in the file.
 
-    Pages of the map that are not filled cost nothing. What is decoded is thus exactly what was checked, and the file
-    itself is never mapped: a file that is cut while mapped kills the process.
+    Pages that are not filled cost nothing. What is decoded is thus exactly what was checked, and the file itself is
+    never mapped: a file that is cut while mapped kills the process. The memory is Arrow's own, since one of its threads
+    may let go of it last: Python's would need the interpreter for that, and one that ends just then aborts.
     """
     group = shard.row_groups[index]
-    memory = mmap.mmap(-1, max(shard.num_bytes, 1))
+    memory = pa.allocate_buffer(shard.num_bytes, memory_pool=pa.system_memory_pool())
     view = memoryview(memory)
     try:
         file = os.open(path, os.O_RDONLY)
@@ -88,7 +88,7 @@ def _read_row_group(
         read_range(file, path, group.start, view[group.start : group.stop], group.digest)
     finally:
         os.close(file)
-    parquet = pq.ParquetFile(pa.BufferReader(pa.py_buffer(view)), metadata=footer)
+    parquet = pq.ParquetFile(pa.BufferReader(memory), metadata=footer)
     return parquet.read_row_group(index, use_threads=True), parquet.metadata
 
 
