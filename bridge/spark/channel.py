@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
 import os
 import socket
@@ -24,6 +23,7 @@ Answer = TypeVar("Answer")
 
 # One message holds at least one record batch, so pyspark's own limit of 128 MiB refuses tables of large rows.
 _NO_LIMIT = -1
+_WAITS_FOR_A_DEAD_SERVER = 4  # of 0.05, 0.2, 0.8 and 3.2 s
 
 
 def open_session(remote: str, *, timeout_s: float = 30.0) -> SparkSession:
@@ -57,8 +57,9 @@ def open_session(remote: str, *, timeout_s: float = 30.0) -> SparkSession:
     # too; that builder takes no channel options.
     os.environ["SPARK_CONNECT_MODE_ENABLED"] = "1"
     spark = cast("SparkSession", ConnectSession.builder.channelBuilder(builder).create())
+    client: Any = spark.client
+    client.set_retry_policies([_retry_policy(spark)])
     _greet(spark, remote, timeout_s)
-    atexit.register(_let_go, spark)  # before what pyspark does at exit, which was registered first
     return spark
 
 
@@ -93,11 +94,30 @@ def is_refused(spark: SparkSession) -> bool:
     return False
 
 
-def _let_go(spark: SparkSession) -> None:
-    """At exit, close a session whose server is gone: else pyspark tries for ten minutes to tell it goodbye."""
-    if is_refused(spark):
-        client: Any = spark.client
-        client.close()
+def _retry_policy(spark: SparkSession) -> Any:
+    """Return pyspark's own policy, ten minutes of retries, but a few seconds where nothing listens any more.
+
+    A server that was started again knows nothing of the session, and the process could not end: pyspark waits at exit
+    until the last execution is released and the session closed.
+    """
+    from pyspark.sql.connect.client.retries import DefaultPolicy, RetryPolicyState
+
+    class Waits(RetryPolicyState):
+        taken = 0
+
+        def can_retry(self, exception: BaseException) -> bool:
+            enough = _WAITS_FOR_A_DEAD_SERVER if threading.main_thread().is_alive() else 0
+            return super().can_retry(exception) and not (self.taken >= enough and is_refused(spark))
+
+        def next_attempt(self, exception: BaseException | None = None) -> int | None:
+            self.taken += 1
+            return super().next_attempt(exception)
+
+    class Patience(DefaultPolicy):
+        def to_state(self) -> RetryPolicyState:
+            return Waits(self)
+
+    return Patience(max_retries=125, max_backoff=5_000)
 
 
 def answer_within(timeout_s: float, call: Callable[[], Answer]) -> Answer:

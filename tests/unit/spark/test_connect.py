@@ -436,3 +436,20 @@ def test_an_address_that_is_none_is_told_without_its_token(remote: str) -> None:
     with pytest.raises(ConfigError, match=r"is no address of a Spark Connect server\.\n  Give sc://") as caught:
         bridge.connect(remote)
     assert "SECRET" not in str(caught.value)
+
+
+def test_a_process_whose_server_was_killed_ends_soon(tmp_path: Path) -> None:
+    """Else pyspark tries for ten minutes to release what ran there, and `run` fails after 100 s."""
+    run(
+        """
+        import psutil
+
+        spark = bridge.connect()
+        children = psutil.Process().children(recursive=True)
+        server = next(child for child in children if "pysail" in child.cmdline() and child.name().startswith("python"))
+        spark.sql("select 1").collect()
+        spark.range(3).count()
+        server.kill()
+        """,
+        XDG_DATA_HOME=str(tmp_path),
+    )
