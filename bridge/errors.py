@@ -12,6 +12,7 @@ A class of its own exists only where a caller would act differently; each also i
     ├── SourceError (ValueError)                  what was asked for cannot be read as asked
     │   └── SourceNotFoundError (LookupError)     no such table, column, schema or version
     ├── TableTooLargeError (MemoryError)          more bytes than the ceiling allows
+    ├── PolicyError (ValueError)                  a policy is not for its column
     ├── LossyConversionError (TypeError)          a target cannot hold a column's values
     ├── VolumeError (OSError)                     a place cannot be read or written
     ├── CopyError (OSError)                       not everything was copied
@@ -59,6 +60,10 @@ class SourceNotFoundError(SourceError, LookupError):
 
 class TableTooLargeError(BridgeError, MemoryError):
     """A result holds more bytes than the ceiling allows."""
+
+
+class PolicyError(BridgeError, ValueError):
+    """A policy is none, or is not for its column."""
 
 
 class LossyConversionError(BridgeError, TypeError):

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from bridge.columns.lists import element_type, is_list, split, split_equal
+from bridge.columns.policies import mark_of, ways_out
 from bridge.display import did_you_mean
 from bridge.errors import LossyConversionError, SourceNotFoundError
 
@@ -14,13 +16,26 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-def to_numpy(table: pa.Table) -> dict[str, np.ndarray[Any, Any]]:
-    """Return one array for each column, as the type contract says.
+def to_numpy(table: pa.Table) -> dict[str, Any]:
+    """Return one array for each column, as the type contract says; (values, offsets) where that was asked for.
 
     Raises:
-        LossyConversionError: An integer or boolean column holds nulls, or a map the same key twice.
+        LossyConversionError: An integer or boolean column holds nulls, arrays differ in length, or a map holds the same
+            key twice.
     """
-    return {name: column_to_numpy(column, name) for name, column in zip(table.column_names, table.columns, strict=True)}
+    return {
+        field.name: field_to_numpy(column, field) for field, column in zip(table.schema, table.columns, strict=True)
+    }
+
+
+def field_to_numpy(column: pa.ChunkedArray, field: pa.Field) -> Any:
+    """Return the values of one column in the form that its field is marked with."""
+    if mark_of(field) == "jagged":
+        return _objects(column, field.name)
+    if mark_of(field) == "offsets":
+        values, offsets = split(column, field.name)
+        return column_to_numpy(values, field.name), offsets
+    return column_to_numpy(column, field.name)
 
 
 def column_to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray[Any, Any]:
@@ -28,23 +43,54 @@ def column_to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray[Any, Any]:
     import numpy as np
 
     arrow = column.type
+    if pa.types.is_dictionary(arrow):
+        column = codes_of(column)
+        arrow = column.type
     if column.null_count and (pa.types.is_integer(arrow) or pa.types.is_boolean(arrow)):
-        raise LossyConversionError(
-            f"column {name!r} ({arrow}) holds {column.null_count:,} nulls, which an array of {arrow} cannot hold.\n"
-            f'  Read it with where="{name} IS NOT NULL", fill them in a DataFrame (coalesce), or use to_pandas().'
-        )
+        raise nulls_error(column, name, "an array")
     if pa.types.is_null(arrow):
         return np.full(len(column), None, dtype=object)
+    if is_list(arrow) and has_array_form(element_type(arrow)):
+        values, size = split_equal(column, name)
+        elements = column_to_numpy(values, name)
+        return elements.reshape(len(column), size, *elements.shape[1:])
     if pa.types.is_decimal(arrow) or pa.types.is_nested(arrow):
-        try:
-            return np.asarray(column.to_pandas(maps_as_pydicts="strict", integer_object_nulls=True), dtype=object)
-        except pa.ArrowException as exc:
-            raise LossyConversionError(
-                f"column {name!r} ({arrow}) cannot be held as objects of Python: {exc}\n"
-                "  Leave it out with columns=, or use to_arrow()."
-            ) from exc
+        return _objects(column, name)
     array: np.ndarray[Any, Any] = column.to_numpy()
     return array
+
+
+def codes_of(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return the codes of categories as int64."""
+    return pa.chunked_array([chunk.indices.cast(pa.int64()) for chunk in column.chunks], pa.int64())
+
+
+def nulls_error(column: pa.ChunkedArray, name: str, target: str) -> LossyConversionError:
+    """Return the error for nulls that `target` cannot hold, with what would take them."""
+    arrow = column.type
+    numeric = ["as_float64()"] if pa.types.is_integer(arrow) else []
+    return LossyConversionError(
+        f"column {name!r} ({arrow}) holds {column.null_count:,} nulls, which {target} cannot hold.\n"
+        f"{ways_out(name, 'fill(...)', 'mask()', *numeric, 'drop_nulls()')}."
+    )
+
+
+def has_array_form(arrow: pa.DataType) -> bool:
+    """Return whether values of this type are of one size and kind in NumPy."""
+    return is_number(arrow) or bool(pa.types.is_temporal(arrow))
+
+
+def _objects(column: pa.ChunkedArray, name: str) -> np.ndarray[Any, Any]:
+    """Return an array of Python objects."""
+    import numpy as np
+
+    try:
+        return np.asarray(column.to_pandas(maps_as_pydicts="strict", integer_object_nulls=True), dtype=object)
+    except pa.ArrowException as exc:
+        raise LossyConversionError(
+            f"column {name!r} ({column.type}) cannot be held as objects of Python: {exc}\n"
+            "  Leave it out with columns=, or use to_arrow()."
+        ) from exc
 
 
 def to_matrix(
@@ -68,8 +114,7 @@ def to_matrix(
     for name, column in columns.items():
         if not is_number(column.type):
             raise LossyConversionError(
-                f"feature {name!r} is {column.type}, which is no number.\n"
-                "  Leave it out of features=, or encode it in Spark; to_numpy() without features= gives it as objects."
+                f"feature {name!r} is {column.type}, which is no number.\n{_ways_to_numbers(name, column.type)}"
             )
     target = _matrix_type(columns, dtype)
     matrix = np.empty((table.num_rows, len(columns)), dtype=target)
@@ -83,6 +128,12 @@ def to_matrix(
                 '  Give a wider type: dtype="float64".'
             )
     return matrix, None if label is None else column_to_numpy(pick_column(table, label), label)
+
+
+def _ways_to_numbers(name: str, arrow: pa.DataType) -> str:
+    if pa.types.is_decimal(arrow):
+        return f"{ways_out(name, 'as_float64()')}, or leave it out of features=."
+    return "  Leave it out of features=, or encode it in Spark; to_numpy() without features= gives it as objects."
 
 
 def is_number(arrow: pa.DataType) -> bool:

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from bridge.columns.arrays import column_to_numpy, is_number, pick_column, to_matrix
+from bridge.columns.arrays import (
+    codes_of,
+    column_to_numpy,
+    has_array_form,
+    is_number,
+    nulls_error,
+    pick_column,
+    to_matrix,
+)
+from bridge.columns.lists import element_type, is_list, split, split_equal
+from bridge.columns.policies import mark_of, ways_out
 from bridge.errors import LossyConversionError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -28,20 +38,38 @@ def require_torch() -> None:
         ) from exc
 
 
-def to_torch(table: pa.Table) -> dict[str, torch.Tensor | list[Any]]:
-    """Return one tensor for each column, a list for strings and binary.
+def to_torch(table: pa.Table) -> dict[str, Any]:
+    """Return one tensor for each column; a list for strings and binary, a dict for a struct.
 
     Tensors may share memory with the table: copy one before writing into it.
 
     Raises:
-        LossyConversionError: A column has no tensor form, or holds nulls that its tensor cannot hold.
+        LossyConversionError: A column has no tensor form, or holds values that its tensor cannot hold.
         MissingDependencyError: torch is not installed.
     """
     require_torch()
-    return {name: column_to_torch(column, name) for name, column in zip(table.column_names, table.columns, strict=True)}
+    return {
+        field.name: field_to_torch(column, field) for field, column in zip(table.schema, table.columns, strict=True)
+    }
 
 
-def column_to_torch(column: pa.ChunkedArray, name: str) -> torch.Tensor | list[Any]:
+def field_to_torch(column: pa.ChunkedArray, field: pa.Field) -> Any:
+    """Return the values of one column in the form that its field is marked with."""
+    import torch
+
+    name, mark = field.name, mark_of(field)
+    if mark in ("jagged", "offsets"):
+        values, bounds = split(column, name)
+        elements, offsets = column_to_torch(values, name), torch.from_numpy(bounds)
+        if mark == "offsets":
+            return elements, offsets
+        if isinstance(elements, list):
+            raise _no_tensor(column.type, name)
+        return torch.nested.nested_tensor_from_jagged(elements, offsets=offsets)
+    return _sparse(column, name) if mark == "sparse" else column_to_torch(column, name)
+
+
+def column_to_torch(column: pa.ChunkedArray, name: str) -> Any:
     """Return the values of one column."""
     import torch
 
@@ -50,24 +78,89 @@ def column_to_torch(column: pa.ChunkedArray, name: str) -> torch.Tensor | list[A
     if types.is_string(arrow) or types.is_binary(arrow):
         values: list[Any] = column.to_pylist()
         return values
-    if types.is_temporal(arrow):
+    if types.is_struct(arrow):
         if column.null_count:
             raise LossyConversionError(
-                f"column {name!r} ({arrow}) holds {column.null_count:,} nulls, which a tensor of int64 cannot hold.\n"
-                f'  Read it with where="{name} IS NOT NULL", or use to_numpy(), where they are NaT.'
+                f"column {name!r} (struct) holds {column.null_count:,} nulls in the place of structs.\n"
+                f"{ways_out(name, 'drop_nulls()', 'flatten()')}."
             )
+        parts = zip(arrow, column.flatten(), strict=True)
+        return {child.name: column_to_torch(part, f"{name}.{child.name}") for child, part in parts}
+    if is_list(arrow) and has_array_form(element_type(arrow)):
+        flat, size = split_equal(column, name)
+        elements = column_to_torch(flat, name)
+        return elements.reshape(len(column), size, *elements.shape[1:])
+    if types.is_dictionary(arrow):
+        column = codes_of(column)
+    elif types.is_temporal(arrow):
+        if column.null_count:
+            raise nulls_error(column, name, "a tensor of int64")
         days = column.cast(pa.int32()) if types.is_date32(arrow) else column
         column = days.cast(pa.int64())
+    elif types.is_decimal(arrow) and arrow.scale == 0:
+        column = _integers(column, name)
     elif not is_number(arrow):
-        raise LossyConversionError(
-            f"column {name!r} is {arrow}, which no tensor holds exactly.\n"
-            "  Leave it out with columns=, cast it in a DataFrame and load that, or use to_numpy() or to_huggingface()."
-        )
+        raise _no_tensor(arrow, name)
     if column.num_chunks == 1 and not column.null_count and not types.is_boolean(arrow) and len(column):
         tensor: torch.Tensor = torch.utils.dlpack.from_dlpack(column.chunk(0))
     else:
+        if column.null_count and not types.is_floating(column.type):
+            raise nulls_error(column, name, f"a tensor of {column.type}")
         tensor = torch.from_numpy(_writable(column_to_numpy(column, name)))
     return tensor
+
+
+def _integers(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
+    try:
+        return column.cast(pa.int64())
+    except pa.ArrowInvalid as exc:
+        raise LossyConversionError(
+            f"column {name!r} ({column.type}) holds integers that int64 cannot: {exc}.\n"
+            f"{ways_out(name, 'as_float64()')}, which rounds them."
+        ) from exc
+
+
+def _sparse(column: pa.ChunkedArray, name: str) -> torch.Tensor:
+    """Return pyspark.ml's vectors as one COO tensor of shape [rows, size]."""
+    import numpy as np
+    import torch
+
+    if column.null_count:
+        raise LossyConversionError(
+            f"column {name!r} holds {column.null_count:,} nulls in the place of vectors.\n"
+            f"{ways_out(name, 'drop_nulls()')}."
+        )
+    rows, at, values, sizes = [0], [], [], set()
+    kinds, lengths, indices, given = (part.to_pylist() for part in column.flatten())
+    for kind, length, places, held in zip(kinds, lengths, indices, given, strict=True):
+        sizes.add(len(held) if kind == 1 else length)
+        at.append(np.arange(len(held)) if kind == 1 else np.asarray(places, np.int64))
+        values.append(np.asarray(held, np.float64))
+        rows.append(len(held))
+    if len(sizes) > 1:
+        raise LossyConversionError(
+            f"column {name!r} holds vectors of {min(sizes):,} to {max(sizes):,} elements, which make no one tensor.\n"
+            "  Make them of one size in Spark."
+        )
+    row_of = np.repeat(np.arange(len(column)), rows[1:])
+    places = np.stack([row_of, np.concatenate([np.empty(0, np.int64), *at])])
+    shape = (len(column), sizes.pop() if sizes else 0)
+    elements = torch.from_numpy(np.concatenate([np.empty(0), *values]))
+    return torch.sparse_coo_tensor(torch.from_numpy(places), elements, shape, is_coalesced=True, check_invariants=True)
+
+
+def _no_tensor(arrow: pa.DataType, name: str) -> LossyConversionError:
+    types = pa.types
+    if types.is_decimal(arrow):
+        ways = ["as_float64()"]
+    elif types.is_map(arrow):
+        ways = ["to_json()"]
+    else:
+        ways = ["to_json()", "flatten()"] if types.is_struct(element_type(arrow)) else ["to_json()"]
+    return LossyConversionError(
+        f"column {name!r} is {arrow}, which no tensor holds exactly.\n"
+        f"{ways_out(name, *ways)}, leave it out with columns=, or use to_numpy() or to_huggingface()."
+    )
 
 
 def to_torch_matrix(
@@ -82,9 +175,9 @@ def to_torch_matrix(
     if label is None:
         return torch.from_numpy(matrix), None
     target = column_to_torch(pick_column(table, label), label)
-    if isinstance(target, list):
+    if not isinstance(target, torch.Tensor):
         raise LossyConversionError(
-            f"label {label!r} holds strings or binary, which no tensor holds.\n  Encode it in Spark."
+            f"label {label!r} holds strings or binary, which no tensor holds.\n{ways_out(label, 'dictionary()')}."
         )
     return torch.from_numpy(matrix), target
 

@@ -6,14 +6,20 @@ import atexit
 import queue
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from bridge.columns.arrays import pick_column, pick_features
+from bridge.columns.policies import mark_of
 from bridge.columns.tensors import require_torch, to_torch, to_torch_matrix
+from bridge.loading.files import local_files, open_cache
 from bridge.loading.order import Window, windows
 from bridge.loading.parquet import RowGroups
+
+if TYPE_CHECKING:
+    from bridge.volumes.cache import Epoch
 
 _END = object()
 
@@ -72,13 +78,14 @@ class DataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         epoch, steps = self._epoch, len(self)
-        for step, batch in enumerate(self._batches(epoch), 1):
-            # Before the last batch is handed over: a loop that counts its steps does not ask for one more.
-            if step == steps and self._epoch == epoch:
-                self._epoch += 1
-            yield batch
+        with self._files() as files:
+            for step, batch in enumerate(self._batches(epoch, files), 1):
+                # Before the last batch is handed over: a loop that counts its steps does not ask for one more.
+                if step == steps and self._epoch == epoch:
+                    self._epoch += 1
+                yield batch
 
-    def _batches(self, epoch: int) -> Iterator[Any]:
+    def _batches(self, epoch: int, files: Epoch | None) -> Iterator[Any]:
         planned = windows(
             self._row_groups.row_counts,
             shuffle=self._shuffle,
@@ -91,10 +98,10 @@ class DataLoader:
             table = window if rest is None else pa.concat_tables([rest, window])
             whole = table.num_rows // self._batch_size * self._batch_size
             for start in range(0, whole, self._batch_size):
-                yield self._batch(table.slice(start, self._batch_size))
+                yield self._batch(table.slice(start, self._batch_size), files)
             rest = table.slice(whole) if whole < table.num_rows else None
         if rest is not None and not self._drop_last:
-            yield self._batch(rest)
+            yield self._batch(rest, files)
 
     def _read(self, window: Window) -> pa.Table:
         tables = [self._row_groups.read(index) for index in window.groups]
@@ -105,7 +112,14 @@ class DataLoader:
         # Rows are moved once for the window, so that each batch is a slice of it and no copy.
         return table.combine_chunks() if window.permutation is None else table.take(window.permutation).combine_chunks()
 
-    def _batch(self, rows: pa.Table) -> Any:
+    def _files(self) -> AbstractContextManager[Epoch | None]:
+        """Return what holds the copies of files that are handed out, until the epoch ends."""
+        names_files = any(mark_of(field) == "cached_file" for field in self._row_groups.schema)
+        return open_cache().epoch() if names_files else nullcontext()
+
+    def _batch(self, rows: pa.Table, files: Epoch | None) -> Any:
+        if files is not None:
+            rows = local_files(rows, files)
         if self._features is None:
             return {name: self._own(values) for name, values in to_torch(rows).items()}
         matrix, target = to_torch_matrix(rows, self._features, self._label, self._dtype)
@@ -113,6 +127,10 @@ class DataLoader:
 
     def _own(self, values: Any) -> Any:
         """Return what a training step may write into: rows that were not moved may be the table's own memory."""
+        if isinstance(values, dict):
+            return {name: self._own(part) for name, part in values.items()}
+        if isinstance(values, tuple):
+            return tuple(map(self._own, values))
         return values if self._shuffle or isinstance(values, list) else values.clone()
 
 

@@ -11,7 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bridge.columns.contract import conform
+from bridge.columns.huggingface import to_features
+from bridge.columns.rules import Rules
 from bridge.errors import CorruptFileError
+from bridge.loading.files import local_files
 from bridge.manifest import Manifest, Shard
 from bridge.volumes.digest import read_range
 
@@ -32,18 +35,19 @@ class RowGroups(Protocol):
 
 
 class ExportedRowGroups:
-    """The row groups of an export's shards, in the order of the manifest."""
+    """The row groups of an export's shards, in the order of the manifest, as the policies make them."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, rules: Rules) -> None:
         self._folder = folder
         self._manifest = manifest
+        self._rules = rules
         self._places = [(shard, index) for shard in manifest.shards for index in range(len(shard.row_groups))]
         self._footers: dict[str, pq.FileMetaData] = {}
 
     @property
     def schema(self) -> pa.Schema:
-        """The manifest's schema."""
-        return self._manifest.schema
+        """The types after all policies."""
+        return self._rules.schema
 
     @property
     def row_counts(self) -> list[int]:
@@ -55,11 +59,13 @@ class ExportedRowGroups:
 
         Raises:
             CorruptFileError: The file is missing, shorter than it was, or its bytes differ from what was written.
+            LossyConversionError: A value does not fit what its policy makes of it.
         """
         shard, group = self._places[index]
         path = self._folder / shard.name
         table, self._footers[shard.name] = _read_row_group(path, shard, group, self._footers.get(shard.name))
-        return conform(table, self.schema, path.name)
+        rows = conform(table, self._manifest.schema, path.name)
+        return self._rules.apply(rows) if self._rules.changes else rows
 
 
 def _read_row_group(
@@ -92,9 +98,9 @@ def _read_row_group(
     return parquet.read_row_group(index, use_threads=True), parquet.metadata
 
 
-def stream_row_groups(row_groups: list[tuple[Path, Manifest, int]]) -> Iterator[tuple[str, pa.Table]]:
-    """Yield a key and the rows of each row group (folder, manifest, index): the form in which datasets streams."""
+def stream_row_groups(row_groups: list[tuple[Path, Manifest, Rules, int]]) -> Iterator[tuple[str, pa.Table]]:
+    """Yield a key and the rows of each row group (folder, manifest, rules, index), as datasets streams them."""
     opened: dict[Path, ExportedRowGroups] = {}
-    for folder, manifest, index in row_groups:
-        groups = opened.setdefault(folder, ExportedRowGroups(folder, manifest))
-        yield str(index), groups.read(index)
+    for folder, manifest, rules, index in row_groups:
+        groups = opened.setdefault(folder, ExportedRowGroups(folder, manifest, rules))
+        yield str(index), to_features(local_files(groups.read(index)))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from bridge.columns.policies import VECTOR, marked
 from bridge.errors import SourceError
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def arrow_schema(schema: StructType, name: str) -> pa.Schema:
     for column in schema.fields:
         refusal = (
             f"{name}: column {column.name!r} is {column.dataType.simpleString()}, which cannot be carried.\n"
-            "  Leave it out with columns=, or cast it to STRING in a DataFrame and pass that."
+            f"  {_way_out(column.name, column.dataType)}"
         )
         if _is_not_carried(column.dataType):
             raise SourceError(refusal)
@@ -40,8 +41,18 @@ def arrow_schema(schema: StructType, name: str) -> pa.Schema:
             arrow = to_arrow_type(column.dataType, timezone="UTC")
         except (PySparkException, NotImplementedError) as exc:
             raise SourceError(refusal) from exc
-        fields.append(pa.field(column.name, _nullable(arrow)))
+        field = pa.field(column.name, _nullable(arrow))
+        fields.append(marked(field, VECTOR) if type(column.dataType).__name__ == "VectorUDT" else field)
     return pa.schema(fields)
+
+
+def _way_out(name: str, spark_type: DataType) -> str:
+    from pyspark.sql.types import VariantType, YearMonthIntervalType
+
+    if isinstance(spark_type, VariantType):
+        return f'Pass policies={{"{name}": bridge.to_json()}}, or leave it out with columns=.'
+    target = "INT (months)" if isinstance(spark_type, YearMonthIntervalType) else "STRING"
+    return f"Leave it out with columns=, or cast it to {target} in a DataFrame and pass that."
 
 
 def _is_not_carried(spark_type: DataType) -> bool:

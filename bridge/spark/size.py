@@ -65,7 +65,7 @@ def measure(source: Source, max_bytes: int) -> Size:
         bound = Size(size.num_rows, f"{size.rows_from}, before the filter", width, width_from, is_bound=True)
         if (bound.num_bytes or 0) <= max_bytes:
             return bound
-        counted = _count(source.frame, COUNT_TIMEOUT_S)
+        counted = count_rows(source.frame)
         if counted is None:
             return Size(None, f"the filter could not be counted within {COUNT_TIMEOUT_S:.0f} s", width, width_from)
         return Size(counted, "counted with the filter", width, width_from)
@@ -79,7 +79,7 @@ def _with_limit(size: Size, limit: int | None) -> Size:
 
 def _unfiltered_rows(source: Source) -> tuple[int | None, str]:
     if source.kind == "delta":
-        rows = _count(source.unfiltered, COUNT_TIMEOUT_S)
+        rows = count_rows(source.unfiltered)
         if rows is not None:
             return rows, "counted from the Delta log"
         return None, f"the table could not be counted within {COUNT_TIMEOUT_S:.0f} s"
@@ -97,10 +97,11 @@ def _explain(frame: Any) -> str:
         return str(client.explain_string(frame._plan.to_proto(client), explain_mode="cost"))
 
 
-def _count(frame: DataFrame, timeout_s: float) -> int | None:
+def count_rows(frame: DataFrame) -> int | None:
+    """Return how many rows `frame` gives; None where that takes more than 10 s, after which it is stopped."""
     from pyspark.sql.connect import functions as F
 
-    counted = run_within(frame.agg(F.count(F.lit(1))), timeout_s)
+    counted = run_within(frame.agg(F.count(F.lit(1))), COUNT_TIMEOUT_S)
     return None if counted is None else int(counted.column(0)[0].as_py())
 
 

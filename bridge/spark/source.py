@@ -51,7 +51,8 @@ class Source:
     """A resolved source.
 
     `frame` reads what was asked for; `unfiltered` reads the same columns without `where` and `limit`. `pin.version` is
-    None for everything but Delta tables. A private view that pins a plan is dropped by `close`.
+    None for everything but Delta tables. A private view that pins a plan is dropped by `close`. `dropped` gives the
+    rows that are left out for their NULLs; `as_json` are the columns that are read as JSON text.
     """
 
     spark: SparkSession
@@ -67,6 +68,8 @@ class Source:
     unfiltered: DataFrame = field(repr=False)
     is_repeatable: bool = True
     view: str | None = None
+    dropped: DataFrame | None = field(default=None, repr=False)
+    as_json: tuple[str, ...] = ()
 
     @property
     def spark_schema(self) -> StructType:
@@ -94,6 +97,8 @@ def resolve(
     version: int | None = None,
     timestamp: str | datetime | None = None,
     limit: int | None = None,
+    drop_nulls: Sequence[str] = (),
+    to_json: Sequence[str] = (),
     volume_root: Path | None = None,
 ) -> Source:
     """Find out at once what `source` is and whether it can be read as asked; no rows move.
@@ -112,13 +117,22 @@ def resolve(
     found = _find(source, spark, engine, *asked, volume_root)
     try:
         chosen = _choose_columns(found.frame.columns, columns, found.name)
-        unfiltered = _select(found.frame, chosen)
-        frame = unfiltered if where is None else _select(_filtered(found.frame, where, found.name), chosen)
-        frame = frame if limit is None else frame.limit(limit)
+        for name in (*drop_nulls, *to_json):
+            if name not in chosen:
+                raise SourceNotFoundError(f"policies names {name!r}, which is not read.\n  {near(name, list(chosen))}")
+        unfiltered = _select(found.frame, chosen, to_json)
+        frame = found.frame if where is None else _filtered(found.frame, where, found.name)
         text, repeatable = _where_text(where)
+        dropped = None
+        if drop_nulls:
+            there = " AND ".join(f"{quote(name)} IS NOT NULL" for name in drop_nulls)
+            frame, dropped = frame.filter(there), frame.filter(f"NOT ({there})")
+            text = there if text is None else f"({text}) AND {there}"
+        frame = unfiltered if text is None else _select(frame, chosen, to_json)
+        frame = frame if limit is None else frame.limit(limit)
         resolved = Source(
             spark, engine, found.name, found.kind, found.location, found.pin, chosen, text, limit,
-            frame, unfiltered, repeatable, found.view,
+            frame, unfiltered, repeatable, found.view, dropped, tuple(to_json),
         )  # fmt: skip
         with translated(found.name):
             _ = resolved.schema
@@ -358,9 +372,19 @@ def _choose_columns(have: list[str], asked: Sequence[str] | None, name: str) -> 
     return tuple(chosen)
 
 
-def _select(frame: DataFrame, columns: tuple[str, ...]) -> DataFrame:
+def _select(frame: DataFrame, columns: tuple[str, ...], to_json: Sequence[str] = ()) -> DataFrame:
     # Each projection is one more plan that the server analyses.
-    return frame if tuple(frame.columns) == columns else frame.select(*[quote(name) for name in columns])
+    if tuple(frame.columns) == columns and not to_json:
+        return frame
+    if not to_json:
+        return frame.select(*[quote(name) for name in columns])
+    from pyspark.sql.connect import functions as F
+
+    def read(name: str) -> Any:
+        text = F.to_json(F.col(quote(name)), {"ignoreNullFields": "false"})
+        return text.alias(name) if name in to_json else quote(name)
+
+    return frame.select(*[read(name) for name in columns])
 
 
 def _filtered(frame: DataFrame, where: str | Column, name: str) -> DataFrame:

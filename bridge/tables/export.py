@@ -22,6 +22,8 @@ from bridge.volumes.stores import LocalStorage
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
+    from bridge.columns.rules import Policies
+
 
 def export_table(
     source: str | Path | DataFrame,
@@ -31,6 +33,7 @@ def export_table(
     where: str | Column | None = None,
     version: int | None = None,
     timestamp: str | datetime | None = None,
+    policies: Policies | None = None,
     shard_bytes: int | str = "1GiB",
     row_group_bytes: int | str = "64MiB",
     reuse: bool = True,
@@ -55,8 +58,9 @@ def export_table(
         SourceNotFoundError, SourceError, EngineError: As in `load_table`.
     """
     with prepare(
-        source, columns=columns, where=where, version=version, timestamp=timestamp, route="export", volume=volume,
-        spark=spark, shard_bytes=shard_bytes, row_group_bytes=row_group_bytes, reuse=reuse,
+        source, columns=columns, where=where, version=version, timestamp=timestamp, policies=policies,
+        route="export", volume=volume, spark=spark, shard_bytes=shard_bytes, row_group_bytes=row_group_bytes,
+        reuse=reuse,
     ) as prepared:  # fmt: skip
         return fetch(prepared)
 

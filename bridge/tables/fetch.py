@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pyarrow as pa
 
+from bridge.columns.rules import Rules
 from bridge.display import format_bytes, format_count
 from bridge.errors import TableTooLargeError, VolumeError
 from bridge.progress import progress_bar
@@ -63,7 +64,9 @@ def _collect(prepared: Prepared) -> Table:
     source, plan = prepared.source, prepared.plan
     receipt = make_receipt(source, prepared.connection)
     rows = _collect_rows(source, plan.max_bytes, prepared.size.num_rows, prepared.settings.progress)
-    return Table.collected(rows, plan=plan, receipt={**receipt, "route": "collect", "num_rows": rows.num_rows})
+    rules = prepared.rules.bound(lambda: [rows])
+    receipt |= {"route": "collect", "num_rows": rows.num_rows, "policies": rules.to_json()}
+    return Table.collected(rows, rules, plan=plan, receipt=receipt)
 
 
 def _collect_rows(source: Source, max_bytes: int, expected_rows: int | None, show: bool | None) -> pa.Table:
@@ -110,9 +113,13 @@ def _export(prepared: Prepared) -> Table:
             shard_bytes=prepared.shard_bytes,
             row_group_bytes=prepared.row_group_bytes,
             row_bytes=prepared.size.row_bytes,
+            rules=prepared.rules,
         )
+    # an export that is reused may have been made with other policies, but for dictionaries, which are its own
+    stored = Rules.from_json(manifest.schema, manifest.receipt.get("policies", {}))
+    rules = stored if prepared.rules.unbound else prepared.rules
     return Table.exported(
-        folder, manifest, plan=prepared.plan, client_max_bytes=prepared.settings.client_max_bytes
+        folder, manifest, rules, plan=prepared.plan, client_max_bytes=prepared.settings.client_max_bytes
     )  # fmt: skip
 
 

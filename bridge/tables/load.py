@@ -16,6 +16,8 @@ from bridge.tables.table import Table
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
+    from bridge.columns.rules import Policies
+
 
 def plan_table(
     source: str | Path | DataFrame,
@@ -25,6 +27,7 @@ def plan_table(
     version: int | None = None,
     timestamp: str | datetime | None = None,
     limit: int | None = None,
+    policies: Policies | None = None,
     route: str = "auto",
     max_bytes: int | str | None = None,
     volume: str | os.PathLike[str] | None = None,
@@ -36,8 +39,8 @@ def plan_table(
         SourceNotFoundError, SourceError, EngineError: As in `load_table`.
     """
     with prepare(
-        source, columns=columns, where=where, version=version, timestamp=timestamp, limit=limit, route=route,
-        max_bytes=max_bytes, volume=volume, spark=spark,
+        source, columns=columns, where=where, version=version, timestamp=timestamp, limit=limit,
+        policies=policies, route=route, max_bytes=max_bytes, volume=volume, spark=spark,
     ) as prepared:  # fmt: skip
         return prepared.plan
 
@@ -50,6 +53,7 @@ def load_table(
     version: int | None = None,
     timestamp: str | datetime | None = None,
     limit: int | None = None,
+    policies: Policies | None = None,
     route: str = "auto",
     max_bytes: int | str | None = None,
     volume: str | os.PathLike[str] | None = None,
@@ -67,6 +71,10 @@ def load_table(
         version: A version of a Delta table.
         timestamp: A time, of which a Delta table's version is read; text is read in the session's zone.
         limit: At most so many rows.
+        policies: What may be done to columns that a target could not hold as they are: by column name, or by a type
+            of Python (`str`, `Decimal`) for all columns of that kind, a policy or several in their order, such as
+            {"price": bridge.as_float64(), "clicks": bridge.fill(0), str: bridge.dictionary()}. `types` of the plan
+            and of the table show what each column becomes.
         route: "auto", or "collect" or "export" to choose yourself.
         max_bytes: The most that a collect may hold in memory, as Arrow; an integer or "2GiB". Default: the setting
             `max_bytes`, else the lesser of 512 MiB and a quarter of the free memory.
@@ -90,7 +98,7 @@ def load_table(
         [0, 1, 2]
     """
     with prepare(
-        source, columns=columns, where=where, version=version, timestamp=timestamp, limit=limit, route=route,
-        max_bytes=max_bytes, volume=volume, spark=spark,
+        source, columns=columns, where=where, version=version, timestamp=timestamp, limit=limit,
+        policies=policies, route=route, max_bytes=max_bytes, volume=volume, spark=spark,
     ) as prepared:  # fmt: skip
         return fetch(prepared)

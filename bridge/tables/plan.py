@@ -17,7 +17,7 @@ class Plan:
 
     `num_rows` and `num_bytes` (of Arrow memory) are None where unknown, and upper bounds where `is_bound`. `version` is
     None where none is held fast; `pin_reason` says why. `volume` is where an export would go; `reuses` is the complete
-    export that would be taken instead of a new one.
+    export that would be taken instead of a new one; `dropped` how many rows drop_nulls() leaves out, None without it.
     """
 
     source: str
@@ -39,6 +39,7 @@ class Plan:
     reuses: str | None
     reuse_reason: str
     types: TypeContract
+    dropped: str | None = None
 
     def _rows(self) -> list[tuple[str, str]]:
         at_most = "at most " if self.is_bound else ""
@@ -54,6 +55,7 @@ class Plan:
             ("limit", None if self.limit is None else format_count(self.limit)),
             ("version", f"{version} ({self.pin_reason})"),
             ("rows", f"{rows} ({self.rows_from})"),
+            ("rows dropped for NULLs", self.dropped),
             ("bytes in memory", f"{size} ({self.bytes_from})"),
             ("route", f"{self.route}: {self.reason}"),
         ]

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.columns.contract import type_contract
+from bridge.columns.rules import Policies, Rules, by_spark
 from bridge.config import Settings, collect_ceiling, data_folder, load_settings
+from bridge.display import format_count
 from bridge.errors import SourceError, VolumeError
 from bridge.manifest import Manifest
 from bridge.spark.connect import Connection, attach
-from bridge.spark.size import Size, measure
+from bridge.spark.size import Size, count_rows, measure
 from bridge.spark.source import Source, resolve
 from bridge.tables.plan import Plan, decide
 from bridge.tables.publish import ROW_GROUP_BYTES, SHARD_BYTES, export_folder, find_reusable, identity, shape
+from bridge.tables.receipt import spark_types
 from bridge.volumes.path import Place, locate
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ class Prepared:
     volume: Place | None
     reusable: tuple[Path, Manifest] | None
     identity: str | None
+    rules: Rules
     shard_bytes: int
     row_group_bytes: int
     settings: Settings
@@ -53,6 +57,7 @@ def prepare(
     shard_bytes: int | str = SHARD_BYTES,
     row_group_bytes: int | str = ROW_GROUP_BYTES,
     reuse: bool = True,
+    policies: Policies | None = None,
     **query: Any,
 ) -> Iterator[Prepared]:
     """Resolve, measure and decide; what was registered in the session for it is dropped at the end."""
@@ -71,14 +76,17 @@ def prepare(
     if connection.profile is not None:
         settings = load(profile=connection.profile)
     ceiling = collect_ceiling(settings)
+    drop_nulls, to_json = by_spark(policies)
     resolved = resolve(
-        source, spark=connection.spark, engine=connection.engine, volume_root=settings.volume_root, **query
-    )
+        source, spark=connection.spark, engine=connection.engine, volume_root=settings.volume_root,
+        drop_nulls=drop_nulls, to_json=to_json, **query,
+    )  # fmt: skip
     with closing(resolved):
+        rules = Rules.choose(resolved.schema, policies)
         size = measure(resolved, ceiling)
         chosen, reason = decide(size.num_bytes, ceiling, route)
         place = _volume(settings, connection)
-        known, why_not = identity(resolved, connection, *sizes)
+        known, why_not = identity(resolved, connection, rules, *sizes)
         reusable = None
         if place is not None and reuse and route != "collect":
             reusable = find_reusable(export_folder(place, resolved), known)
@@ -105,13 +113,18 @@ def prepare(
             volume=None if place is None else place.name,
             reuses=str(reusable[0]) if reusable and chosen == "export" else None,
             reuse_reason=f"reused: {reusable[0]}" if reusable else why_not or "new: none of this version is there",
-            types=type_contract(
-                resolved.schema, {f.name: f.dataType.simpleString() for f in resolved.spark_schema.fields}
-            ),
+            types=type_contract(rules.schema, spark_types(resolved), rules),
+            dropped=None if resolved.dropped is None else _count_dropped(resolved.dropped),
         )
         yield Prepared(
-            plan, resolved, connection, size, place, reusable, known, *sizes, settings, auto=route == "auto"
+            plan, resolved, connection, size, place, reusable, known, rules, *sizes, settings, auto=route == "auto"
         )  # fmt: skip
+
+
+def _count_dropped(rows: DataFrame) -> str:
+    """Return how many rows are left out for their NULLs, before any limit."""
+    counted = count_rows(rows)
+    return "not counted within 10 s" if counted is None else format_count(counted)
 
 
 def _volume(settings: Settings, connection: Connection) -> Place | None:

@@ -7,12 +7,15 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
+from bridge.columns.contract import conform
+from bridge.columns.rules import Rules
 from bridge.display import parse_bytes
 from bridge.errors import ConfigError, ExportError, VolumeError
 from bridge.manifest import FORMAT_VERSION, Manifest, Shard, describe_shards, encode_schema
@@ -42,8 +45,13 @@ def shape(shard_bytes: int | str, row_group_bytes: int | str) -> tuple[int, int]
     return shards, row_groups
 
 
-def identity(source: Source, connection: Connection, shard_bytes: int, row_group_bytes: int) -> tuple[str | None, str]:
-    """Return what is equal for two exports of the same rows in the same shape, or None; and the reason for None."""
+def identity(
+    source: Source, connection: Connection, rules: Rules, shard_bytes: int, row_group_bytes: int
+) -> tuple[str | None, str]:
+    """Return what is equal for two exports of the same rows in the same shape, or None; and the reason for None.
+
+    Policies that are applied when rows are read make no other export, unless they need dictionaries.
+    """
     if source.pin.version is None or source.pin.fingerprint is None:
         return None, f"not reused: {source.pin.reason}"
     if not source.is_repeatable:
@@ -52,10 +60,12 @@ def identity(source: Source, connection: Connection, shard_bytes: int, row_group
     location = source.location
     if location is not None and location.startswith("/"):
         location = os.path.realpath(location)
+    dictionaries = rules.to_json() if rules.unbound else None
     facts = [
         FORMAT_VERSION, connection.address, connection.user, connection.time_zone,
         source.name, location, source.pin.version,
-        source.pin.fingerprint, source.columns, source.where, source.limit, shard_bytes, row_group_bytes,
+        source.pin.fingerprint, source.columns, source.where, source.limit, source.as_json, dictionaries,
+        shard_bytes, row_group_bytes,
     ]  # fmt: skip
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest(), ""
 
@@ -94,6 +104,7 @@ def write_export(
     shard_bytes: int,
     row_group_bytes: int,
     row_bytes: float | None,
+    rules: Rules,
 ) -> tuple[Path, Manifest]:
     """Write a new export of `source` under `parent`; on failure nothing is left.
 
@@ -120,6 +131,7 @@ def write_export(
                 raise
             raise VolumeError(f"{source.name} could not be written to {folder}: {exc.strerror or exc}.") from exc
         num_rows = _counted(shards, written, source.name)
+        rules = rules.bound(lambda: _read_all(folder, shards, rules))
         manifest = Manifest(
             table=source.name,
             version=source.pin.version,
@@ -129,13 +141,20 @@ def write_export(
             num_bytes=sum(shard.num_bytes for shard in shards),
             memory_bytes=round(num_rows * width),
             shards=shards,
-            receipt={**receipt, "route": "export", "num_rows": num_rows},
+            receipt={**receipt, "route": "export", "num_rows": num_rows, "policies": rules.to_json()},
         )
         attempt.commit(manifest.to_json(), {shard.name: shard.num_bytes for shard in shards})
     # what killed writers left; the export itself stands whether or not that works
     with contextlib.suppress(VolumeError):
         collect_garbage(storage)
     return folder, manifest
+
+
+def _read_all(folder: Path, shards: Sequence[Shard], rules: Rules) -> Iterator[pa.Table]:
+    for shard in shards:
+        file = pq.ParquetFile(folder / shard.name)
+        for index in range(file.num_row_groups):
+            yield conform(file.read_row_group(index), rules.source, shard.name)
 
 
 def _counted(shards: Sequence[Shard], written: Written, name: str) -> int:

@@ -28,7 +28,8 @@ def make_receipt(source: Source, connection: Connection) -> dict[str, Any]:
         "where": source.where,
         "limit": source.limit,
         "schema_digest": hashlib.blake2b(source.schema.serialize().to_pybytes(), digest_size=16).hexdigest(),
-        "spark_types": {field.name: field.dataType.simpleString() for field in source.spark_schema.fields},
+        "spark_types": spark_types(source),
+        "policies": {},
         "engine": source.engine.name,
         "address": connection.address,
         "user": connection.user,
@@ -36,6 +37,11 @@ def make_receipt(source: Source, connection: Connection) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"bridge": bridge.__version__, **_installed()},
     }
+
+
+def spark_types(source: Source) -> dict[str, str]:
+    """Return the type of each column in Spark's words."""
+    return {field.name: field.dataType.simpleString() for field in source.spark_schema.fields}
 
 
 def _installed() -> dict[str, str]:

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import pyarrow as pa
 
 from bridge.columns.contract import TypeContract, type_contract
+from bridge.columns.rules import Rules
 from bridge.config import available_memory
 from bridge.display import format_bytes, format_count
-from bridge.errors import TableTooLargeError
+from bridge.errors import MissingDependencyError, TableTooLargeError
+from bridge.loading.files import local_files
 from bridge.loading.parquet import ExportedRowGroups, RowGroups, stream_row_groups
 from bridge.manifest import Manifest
 from bridge.tables.plan import Plan, Route
 
 if TYPE_CHECKING:
     import datasets
-    import numpy as np
     import pandas as pd
-    import torch
 
     from bridge.loading.loader import DataLoader
 
@@ -63,10 +63,11 @@ class Table:
     """
 
     def __init__(
-        self, row_groups: RowGroups, *, plan: Plan | None, receipt: dict[str, Any], path: str | None = None,
-        manifest: Manifest | None = None, client_max_bytes: int | None = None,
+        self, row_groups: RowGroups, rules: Rules, *, plan: Plan | None, receipt: dict[str, Any],
+        path: str | None = None, manifest: Manifest | None = None, client_max_bytes: int | None = None,
     ) -> None:  # fmt: skip
         self._row_groups = row_groups
+        self._rules = rules
         self.plan = plan
         self.receipt = receipt
         self.path = path
@@ -74,17 +75,21 @@ class Table:
         self._client_max_bytes = client_max_bytes
 
     @classmethod
-    def collected(cls, rows: pa.Table, *, plan: Plan, receipt: dict[str, Any]) -> Table:
+    def collected(cls, rows: pa.Table, rules: Rules, *, plan: Plan, receipt: dict[str, Any]) -> Table:
         """Return a table over rows in memory."""
-        return cls(CollectedRowGroups(rows), plan=plan, receipt=receipt)
+        made = rules.apply(rows) if rules.changes else rows
+        return cls(CollectedRowGroups(made), rules, plan=plan, receipt=receipt)
 
     @classmethod
     def exported(
-        cls, folder: Path, manifest: Manifest, *, plan: Plan | None = None, client_max_bytes: int | None = None
-    ) -> Table:
-        """Return a table over the shards in `folder`."""
+        cls, folder: Path, manifest: Manifest, rules: Rules | None = None, *, plan: Plan | None = None,
+        client_max_bytes: int | None = None,
+    ) -> Table:  # fmt: skip
+        """Return a table over the shards in `folder`, by the policies it was made with where none are given."""
+        rules = rules or Rules.from_json(manifest.schema, manifest.receipt.get("policies", {}))
+        receipt = {**manifest.receipt, "policies": rules.to_json()}
         return cls(
-            ExportedRowGroups(folder, manifest), plan=plan, receipt=manifest.receipt, path=str(folder),
+            ExportedRowGroups(folder, manifest, rules), rules, plan=plan, receipt=receipt, path=str(folder),
             manifest=manifest, client_max_bytes=client_max_bytes,
         )  # fmt: skip
 
@@ -101,7 +106,10 @@ class Table:
     @property
     def num_bytes(self) -> int:
         """Bytes of the rows in memory after a collect, of the files after an export."""
-        return self.manifest.num_bytes if self.manifest else int(self.to_arrow().nbytes)
+        if isinstance(self._row_groups, CollectedRowGroups):
+            return int(self._row_groups.table.nbytes)
+        assert self.manifest is not None
+        return self.manifest.num_bytes
 
     @property
     def version(self) -> int | None:
@@ -117,7 +125,7 @@ class Table:
     @property
     def types(self) -> TypeContract:
         """What each column is in Spark and Arrow, and what it becomes; prints as a table."""
-        return type_contract(self.schema, self.receipt["spark_types"])
+        return type_contract(self.schema, self.receipt["spark_types"], self._rules)
 
     @property
     def files(self) -> list[str]:
@@ -127,15 +135,15 @@ class Table:
     def to_batches(self) -> Iterator[pa.RecordBatch]:
         """Yield the rows as record batches, in order; at most one row group is in memory at a time."""
         for index in range(len(self._row_groups.row_counts)):
-            yield from self._row_groups.read(index).to_batches()
+            yield from local_files(self._row_groups.read(index)).to_batches()
 
     def to_arrow(self) -> pa.Table:
         """Return the rows as a `pyarrow.Table`, in order; every instant in UTC."""
         if isinstance(self._row_groups, CollectedRowGroups):
-            return self._row_groups.table
+            return local_files(self._row_groups.table)
         self._check_memory("to_arrow")
         tables = [self._row_groups.read(index) for index in range(len(self._row_groups.row_counts))]
-        return pa.concat_tables(tables) if tables else self.schema.empty_table()
+        return local_files(pa.concat_tables(tables) if tables else self.schema.empty_table())
 
     def to_pandas(self, dtype_backend: Literal["numpy_nullable", "pyarrow"] = "numpy_nullable") -> pd.DataFrame:
         """Return the rows as a DataFrame with a plain index.
@@ -153,6 +161,9 @@ class Table:
     def to_numpy(self, features: Sequence[str] | None = None, label: str | None = None, *, dtype: Any = None) -> Any:
         """Return a dict of arrays, one of shape [rows] for each column; not one 2-D array of everything.
 
+        Columns of arrays of numbers are of shape [rows, n]; where rows differ in length, say how with the policies
+        `jagged()` or `offsets()`. Categories are int64 codes.
+
         With `features`: X of shape [rows, features], in the one type that all features have, or in `dtype`; with
         `label` too: (X, y).
         Arrays may be read-only views.
@@ -164,13 +175,12 @@ class Table:
 
         if features is None:
             _refuse_label(label, dtype)
-            arrays: dict[str, np.ndarray[Any, Any]] = to_numpy(self.to_arrow())
-            return arrays
+            return to_numpy(self.to_arrow())
         matrix, target = to_matrix(self.to_arrow(), features, label, dtype)
         return matrix if label is None else (matrix, target)
 
     def to_torch(self, features: Sequence[str] | None = None, label: str | None = None, *, dtype: Any = None) -> Any:
-        """Return a dict of tensors (lists for strings and binary), X, or (X, y): as `to_numpy` does.
+        """Return a dict of tensors (lists for strings and binary, dicts for structs), X, or (X, y): as `to_numpy` does.
 
         Dates are int64 days and instants int64 microseconds since 1970 in UTC. Tensors may share memory with the table:
         clone one before writing into it.
@@ -183,8 +193,7 @@ class Table:
 
         if features is None:
             _refuse_label(label, dtype)
-            tensors: dict[str, torch.Tensor | list[Any]] = to_torch(self.to_arrow())
-            return tensors
+            return to_torch(self.to_arrow())
         matrix, target = to_torch_matrix(self.to_arrow(), features, label, dtype)
         return matrix if label is None else (matrix, target)
 
@@ -239,12 +248,12 @@ class Table:
         from bridge.columns.huggingface import to_dataset, to_iterable_dataset
 
         if not (self.manifest is not None if streaming is None else streaming):
-            return to_dataset(self.to_arrow())
+            return to_dataset(self.to_arrow(), self._rules.categories)
         if self.manifest is None:
-            return to_dataset(self.to_arrow()).to_iterable_dataset()
+            return to_dataset(self.to_arrow(), self._rules.categories).to_iterable_dataset()
         count = len(self._row_groups.row_counts)
-        row_groups = [(Path(self.path or ""), self.manifest, index) for index in range(count)]
-        return to_iterable_dataset(self.schema, stream_row_groups, row_groups=row_groups)
+        row_groups = [(Path(self.path or ""), self.manifest, self._rules, index) for index in range(count)]
+        return to_iterable_dataset(self.schema, self._rules.categories, stream_row_groups, row_groups=row_groups)
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
         """Hand the rows to whatever reads Arrow streams (Polars, DuckDB, pyarrow), batch by batch."""
@@ -265,6 +274,21 @@ class Table:
     def receipt_json(self) -> str:
         """Return the receipt as indented JSON."""
         return json.dumps(self.receipt, indent=2, ensure_ascii=False)
+
+    def log_to_mlflow(self) -> None:
+        """Log the receipt to the active MLflow run, or a new one: as an artifact, its main facts as parameters.
+
+        Raises:
+            MissingDependencyError: mlflow is not installed.
+        """
+        try:
+            import mlflow
+        except ImportError as exc:
+            raise MissingDependencyError("log_to_mlflow needs mlflow.\n  pip install mlflow") from exc
+        name = self.receipt["table"]
+        mlflow.log_dict(self.receipt, f"bridge/{name.replace('/', '_')}.json")
+        facts = {key: self.receipt[key] for key in ("table", "version", "num_rows", "schema_digest")}
+        mlflow.log_params({f"{name}.{key}".replace("/", "_"): value for key, value in facts.items()})
 
     def _check_memory(self, call: str) -> None:
         assert self.manifest is not None

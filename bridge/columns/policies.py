@@ -1,0 +1,371 @@
+"""Policies: what may be done to a column that a target could not hold as it is. Pure.
+
+A policy changes the column itself, so that all hand-offs of a table agree: its Arrow values or, where Arrow has no type
+for what is wanted (a jagged tensor, a local path), a mark on its field, which the hand-offs read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from bridge.errors import LossyConversionError, PolicyError
+
+Column = tuple[pa.Field, pa.ChunkedArray]
+
+_MARK = b"bridge"
+_POLICIES: dict[str, type[Policy]] = {}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What may be done to a column; made by the functions of `bridge` that bear the policies' names."""
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls) -> None:
+        _POLICIES[cls.name] = cls
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(repr(value) for value in asdict(self).values())})"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the policy as it stands in a receipt."""
+        return {"policy": self.name, **asdict(self)}
+
+    @staticmethod
+    def from_json(body: dict[str, Any]) -> Policy:
+        """Return the policy that a receipt tells of.
+
+        Raises:
+            PolicyError: This version knows none of that name.
+        """
+        values = dict(body)
+        kind = _POLICIES.get(values.pop("policy"))
+        if kind is None:
+            raise PolicyError(f"the policy {body['policy']!r} is not known.\n  Upgrade spark-training-bridge.")
+        return kind(**values)
+
+    def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
+        """Return what the column becomes, itself first.
+
+        Raises:
+            LossyConversionError: It holds a value that does not fit.
+            PolicyError: The policy is not for columns of that type.
+        """
+        raise NotImplementedError
+
+    def refuse(self, field: pa.Field, wanted: str) -> PolicyError:
+        """Return the error for a column of a type that the policy is not for."""
+        return PolicyError(f"column {field.name!r} is {field.type}; {self} is for {wanted}.")
+
+
+def mark_of(field: pa.Field) -> str:
+    """Return how a column is to be handed over, "" where as its type says."""
+    mark: bytes = (field.metadata or {}).get(_MARK, b"")
+    return mark.decode()
+
+
+def marked(field: pa.Field, mark: str) -> pa.Field:
+    """Return the field with a mark."""
+    return field.with_metadata({_MARK: mark.encode()})
+
+
+@dataclass(frozen=True)
+class Cast(Policy):
+    """Numbers of another type. Integers must be exact in it, floats and decimals are rounded, nothing overflows."""
+
+    name = "cast"
+    to: str
+
+    def __str__(self) -> str:
+        return f"as_{self.to}()"
+
+    def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
+        """Cast."""
+        target = pa.type_for_alias(self.to)
+        types = pa.types
+        if not (types.is_integer(field.type) or types.is_floating(field.type) or types.is_decimal(field.type)):
+            raise self.refuse(field, "numbers")
+        try:
+            cast = column.cast(pa.float64()).cast(target) if self._is_rounded(field.type) else column.cast(target)
+        except pa.ArrowInvalid as exc:
+            raise LossyConversionError(f"column {field.name!r} ({field.type}) cannot be {self.to}: {exc}.") from exc
+        if types.is_floating(target):
+            lost = pc.sum(pc.is_inf(cast)).as_py() or 0
+            lost -= (pc.sum(pc.is_inf(column)).as_py() or 0) if types.is_floating(field.type) else 0
+            if lost:
+                raise LossyConversionError(
+                    f"column {field.name!r} ({field.type}) holds {lost:,} values too large for {self.to}; they would "
+                    f"become infinite.\n{ways_out(field.name, 'as_float64()')}."
+                )
+        return [(pa.field(field.name, target), cast)]
+
+    def _is_rounded(self, arrow: pa.DataType) -> bool:
+        return bool(pa.types.is_decimal(arrow) and self.to.startswith("float"))
+
+
+@dataclass(frozen=True)
+class Fill(Policy):
+    """A value in the place of NULL."""
+
+    name = "fill"
+    value: Any
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the policy as it stands in a receipt: what JSON does not know as text, from which it is read."""
+        known = self.value if isinstance(self.value, bool | int | float | str | list) else str(self.value)
+        return {"policy": self.name, "value": known}
+
+    def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
+        """Fill."""
+        try:
+            if isinstance(self.value, str) and not pa.types.is_string(field.type):
+                value = pa.scalar(self.value).cast(field.type)
+            else:
+                value = pa.scalar(self.value, field.type)
+        except (pa.ArrowException, TypeError, ValueError) as exc:
+            raise PolicyError(f"column {field.name!r} is {field.type}, which cannot hold {self.value!r}.") from exc
+        return [(field, _filled(column, value))]
+
+
+@dataclass(frozen=True)
+class Mask(Policy):
+    """A second, boolean column that says which values are there; 0, False or "" in the place of NULL."""
+
+    name = "mask"
+
+    def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
+        """Add the column."""
+        there = pa.field(f"{field.name}__valid", pa.bool_())
+        return [(field, _filled(column, self._zero(field))), (there, column.is_valid())]
+
+    def _zero(self, field: pa.Field) -> pa.Scalar:
+        types = pa.types
+        if types.is_string(field.type) or types.is_binary(field.type):
+            return pa.scalar("").cast(field.type)
+        if types.is_list(field.type):
+            return pa.scalar([], field.type)
+        if types.is_nested(field.type):
+            raise self.refuse(field, "columns of single values and lists")
+        if types.is_decimal(field.type) or types.is_boolean(field.type) or types.is_floating(field.type):
+            return pa.scalar(0).cast(field.type)
+        return pa.scalar(0, pa.int32() if types.is_date32(field.type) else pa.int64()).cast(field.type)
+
+
+@dataclass(frozen=True)
+class DropNulls(Policy):
+    """No rows where the column is NULL: Spark leaves them out before bytes move."""
+
+    name = "drop_nulls"
+
+    def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
+        """Return the column."""
+        return [(field, column)]
+
+
+@dataclass(frozen=True)
+class ToJson(Policy):
+    """JSON text in the place of a struct, map, array or variant: Spark writes it."""
+
+    name = "to_json"
+
+    def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
+        """Return the column, which Spark has made text."""
+        return [(field, column)]
+
+
+@dataclass(frozen=True)
+class Dictionary(Policy):
+    """Codes of text: Arrow's dictionary type, with one dictionary for the whole table, sorted by code point."""
+
+    name = "dictionary"
+    values: list[str] | None = None
+
+    def __str__(self) -> str:
+        return "dictionary()"
+
+    def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
+        """Look each value up."""
+        if not pa.types.is_string(field.type):
+            raise self.refuse(field, "strings")
+        known = pa.array(self.values or [], pa.string())
+        codes = pc.index_in(column, value_set=known)
+        if codes.null_count != column.null_count:
+            raise LossyConversionError(f"column {field.name!r} holds values that its dictionary does not.")
+        chunks = [pa.DictionaryArray.from_arrays(chunk, known) for chunk in codes.chunks]
+        arrow = pa.dictionary(pa.int32(), pa.string())
+        return [(pa.field(field.name, arrow), pa.chunked_array(chunks, arrow))]
+
+
+@dataclass(frozen=True)
+class Flatten(Policy):
+    """A column for each field of a struct, named `struct.field`."""
+
+    name = "flatten"
+
+    def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
+        """Take it apart; a NULL struct is NULL in each field."""
+        if not pa.types.is_struct(field.type):
+            raise self.refuse(field, "structs")
+        children = [child.with_name(f"{field.name}.{child.name}") for child in field.type]
+        return list(zip(children, column.flatten(), strict=True))
+
+
+@dataclass(frozen=True)
+class FixedSize(Policy):
+    """Arrays of exactly `size` elements."""
+
+    name = "fixed_size"
+    size: int
+
+    def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
+        """Cast to Arrow's list of that size."""
+        if not pa.types.is_list(field.type):
+            raise self.refuse(field, "arrays")
+        arrow = pa.list_(field.type.value_type, self.size)
+        try:
+            return [(pa.field(field.name, arrow), column.cast(arrow))]
+        except pa.ArrowInvalid as exc:
+            raise LossyConversionError(
+                f"column {field.name!r} holds arrays that are not of {self.size} elements: {exc}"
+            ) from exc
+
+
+@dataclass(frozen=True)
+class Mark(Policy):
+    """A form that is given to the column when it is handed over."""
+
+    name = "mark"
+    mark: str
+
+    def __str__(self) -> str:
+        return f"{self.mark}()"
+
+    def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
+        """Mark the field."""
+        wanted = _MARKS[self.mark]
+        is_vector = mark_of(field) == VECTOR
+        is_list = pa.types.is_list(field.type) and not is_vector
+        if not {"arrays": is_list, "vectors of pyspark.ml": is_vector, "strings": pa.types.is_string(field.type)}[
+            wanted
+        ]:
+            raise self.refuse(field, wanted)
+        return [(marked(field, self.mark), column)]
+
+
+# how arrow_schema marks pyspark.ml's vectors
+VECTOR = "vector"
+_MARKS = {"jagged": "arrays", "offsets": "arrays", "sparse": "vectors of pyspark.ml", "cached_file": "strings"}
+
+
+def as_float32() -> Policy:
+    """Numbers as float32: floats and decimals are rounded to 24 bits; what overflows, or an integer beyond, raises."""
+    return Cast("float32")
+
+
+def as_float64() -> Policy:
+    """Numbers as float64: decimals are rounded to 53 bits, an integer beyond them raises; NULL is NaN in tensors."""
+    return Cast("float64")
+
+
+def as_int64() -> Policy:
+    """Numbers as int64; a value with a fraction, or beyond 63 bits, raises."""
+    return Cast("int64")
+
+
+def fill(value: Any) -> Policy:
+    """`value` in the place of NULL."""
+    return Fill(value)
+
+
+def mask() -> Policy:
+    """Zero (False, "", 1970-01-01) in the place of NULL, and a boolean column `<column>__valid` beside it."""
+    return Mask()
+
+
+def drop_nulls() -> Policy:
+    """No rows where the column is NULL: Spark leaves them out before bytes move, and the plan shows how many."""
+    return DropNulls()
+
+
+def dictionary() -> Policy:
+    """Category codes for strings.
+
+    The dictionary holds all of the table's values, sorted, stands in the receipt, and is the same in every batch, rank
+    and epoch: int64 codes in arrays and tensors, categories in pandas, a ClassLabel in datasets.
+    """
+    return Dictionary()
+
+
+def to_json() -> Policy:
+    """JSON text, written by Spark, for structs, maps, arrays and variants."""
+    return ToJson()
+
+
+def flatten() -> Policy:
+    """A column `struct.field` for each field of a struct."""
+    return Flatten()
+
+
+def fixed_size(size: int) -> Policy:
+    """Arrays of exactly `size` elements, handed over as [rows, size]; another length raises."""
+    return FixedSize(size)
+
+
+def jagged() -> Policy:
+    """Arrays of varying length: jagged nested tensors in torch, an array of arrays in NumPy."""
+    return Mark("jagged")
+
+
+def offsets() -> Policy:
+    """Arrays of varying length as (values, offsets): row i is values[offsets[i]:offsets[i + 1]]."""
+    return Mark("offsets")
+
+
+def sparse() -> Policy:
+    """pyspark.ml's vectors as sparse COO tensors; without it they are dense."""
+    return Mark("sparse")
+
+
+def cached_file() -> Policy:
+    """Paths of files on a volume become paths of local copies, made when rows are handed over."""
+    return Mark("cached_file")
+
+
+def dense_vectors(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return pyspark.ml's vectors, structs of (type, size, indices, values), as lists of float64."""
+    rows = column.combine_chunks()
+    if isinstance(rows, pa.ChunkedArray):
+        rows = pa.concat_arrays(rows.chunks)
+    kinds, sizes, indices, values = (rows.field(i) for i in range(4)) if rows.offset == 0 else rows.flatten()
+    is_dense = pc.fill_null(pc.equal(kinds, 1), fill_value=False).to_numpy(zero_copy_only=False)
+    is_null = rows.is_null().to_numpy(zero_copy_only=False)
+    counts = pc.fill_null(pc.list_value_length(values), 0).to_numpy()
+    lengths = np.where(is_dense, counts, pc.fill_null(sizes, 0).to_numpy())
+    lengths[is_null] = 0
+    counts = np.where(is_null, 0, counts)
+    bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    # each given value: its row, its place in that row, and where the row begins
+    row_of = np.repeat(np.arange(len(counts)), counts)
+    place = np.arange(len(row_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    from_sparse = ~is_dense[row_of]
+    place[from_sparse] = pc.list_flatten(pc.if_else(pa.array(is_dense | is_null), None, indices)).to_numpy()
+    out = np.zeros(bounds[-1])
+    out[bounds[row_of] + place] = pc.list_flatten(pc.if_else(pa.array(is_null), None, values)).to_numpy()
+    starts = pa.array(bounds.astype(np.int32), mask=np.append(is_null, False))
+    return pa.chunked_array([pa.ListArray.from_arrays(starts, pa.array(out))])
+
+
+def _filled(column: pa.ChunkedArray, value: pa.Scalar) -> pa.ChunkedArray:
+    return pc.coalesce(column, value) if column.null_count else column
+
+
+def ways_out(name: str, policy: str, *others: str) -> str:
+    """Return the line of an error that tells which policies would take the column."""
+    either = f" (or {', '.join(f'bridge.{other}' for other in others)})" if others else ""
+    return f'  Load it with policies={{"{name}": bridge.{policy}}}{either}'

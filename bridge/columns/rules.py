@@ -1,0 +1,229 @@
+"""Which policies apply to which columns of a table, and their application. Pure."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from bridge.columns.policies import (
+    VECTOR,
+    Column,
+    Dictionary,
+    DropNulls,
+    Policy,
+    ToJson,
+    dense_vectors,
+    mark_of,
+)
+from bridge.display import did_you_mean
+from bridge.errors import PolicyError
+
+Policies = Mapping[Any, Policy | Sequence[Policy]]
+
+# A type of Python as a key stands for all columns of these Arrow types that are not named themselves.
+_KINDS: dict[type, Callable[[pa.DataType], bool]] = {
+    bool: pa.types.is_boolean,
+    int: pa.types.is_integer,
+    float: pa.types.is_floating,
+    str: pa.types.is_string,
+    bytes: pa.types.is_binary,
+    decimal.Decimal: pa.types.is_decimal,
+    dt.date: pa.types.is_date,
+    dt.datetime: pa.types.is_timestamp,
+    dt.timedelta: pa.types.is_duration,
+    list: pa.types.is_list,
+    dict: pa.types.is_struct,
+}
+_MOST_VALUES = 1_000_000
+
+
+class Rules:
+    """The policies of a table whose rows come in `source`; `schema` is what they become.
+
+    Attributes:
+        source: The types before any policy.
+        policies: The policies of each column, by its name; a column that a policy makes may have some too.
+    """
+
+    def __init__(self, source: pa.Schema, policies: Mapping[str, tuple[Policy, ...]]) -> None:
+        self.source = source
+        self.policies = dict(policies)
+
+    @classmethod
+    def choose(cls, source: pa.Schema, given: Policies | None) -> Rules:
+        """Return the rules that a caller asks for, checked against the types.
+
+        Args:
+            source: The types of the rows.
+            given: By column name, or by a type of Python for all such columns (`str`, `Decimal`, ...): a policy, or
+                several in the order in which they are to be applied.
+
+        Raises:
+            PolicyError: A key is no column and no type, a value no policy, or a policy is not for its column's type.
+        """
+        by_key = {key: check_policies(key, value) for key, value in (given or {}).items()}
+        rules = cls(source, {})
+        seen: set[str] = set()
+
+        def find(field: pa.Field) -> tuple[Policy, ...]:
+            seen.add(field.name)
+            if field.name not in rules.policies:
+                kinds = [kind for kind in by_key if isinstance(kind, type) and _KINDS[kind](field.type)]
+                rules.policies[field.name] = by_key.get(field.name) or (by_key[kinds[0]] if kinds else ())
+            return rules.policies[field.name]
+
+        rules.apply(source.empty_table(), find)
+        rules.policies = {name: policies for name, policies in rules.policies.items() if policies}
+        for key in by_key:
+            if isinstance(key, str) and key not in seen:
+                raise PolicyError(f"policies names {key!r}, which is no column.{did_you_mean(key, seen)}")
+        return rules
+
+    @classmethod
+    def from_json(cls, source: pa.Schema, body: Mapping[str, list[dict[str, Any]]]) -> Rules:
+        """Return the rules that a receipt tells of."""
+        return cls(source, {name: tuple(map(Policy.from_json, policies)) for name, policies in body.items()})
+
+    def to_json(self) -> dict[str, list[dict[str, Any]]]:
+        """Return the policies as they stand in a receipt, dictionaries included."""
+        return {name: [policy.to_json() for policy in policies] for name, policies in self.policies.items()}
+
+    @cached_property
+    def schema(self) -> pa.Schema:
+        """The types of what `apply` returns."""
+        return self.apply(self.source.empty_table()).schema
+
+    @cached_property
+    def changes(self) -> bool:
+        """Whether `apply` does anything to rows."""
+        return not self.schema.equals(self.source, check_metadata=True) or any(
+            not isinstance(policy, DropNulls | ToJson) for policies in self.policies.values() for policy in policies
+        )
+
+    @property
+    def categories(self) -> dict[str, list[str]]:
+        """The dictionaries, by column."""
+        found = {}
+        for name, policies in self.policies.items():
+            for policy in policies:
+                if isinstance(policy, Dictionary):
+                    found[name] = policy.values or []
+        return found
+
+    @property
+    def unbound(self) -> list[str]:
+        """The columns whose dictionaries are not known yet."""
+        return [
+            name
+            for name, policies in self.policies.items()
+            if any(isinstance(policy, Dictionary) and policy.values is None for policy in policies)
+        ]
+
+    def bound(self, rows: Callable[[], Iterable[pa.Table]]) -> Rules:
+        """Return the rules with dictionaries that hold what occurs in the rows, in the order of code points.
+
+        Raises:
+            PolicyError: A column holds more than a million values.
+        """
+        found: dict[str, pa.Array] = {}
+        if not self.unbound:
+            return self
+        for table in rows():
+            for name, column in self._before_dictionaries(table).items():
+                known = pc.unique(column).drop_null() if name not in found else None
+                both = known if known is not None else pc.unique(pa.chunked_array([found[name], *column.chunks]))
+                found[name] = both.drop_null()
+                if len(found[name]) > _MOST_VALUES:
+                    raise PolicyError(
+                        f"column {name!r} holds more than {_MOST_VALUES:,} values, too many for dictionary().\n"
+                        "  Hash or encode it in Spark."
+                    )
+        values = {name: sorted(found[name].to_pylist()) if name in found else [] for name in self.unbound}
+        policies = {
+            name: tuple(
+                Dictionary(values[name]) if isinstance(policy, Dictionary) and policy.values is None else policy
+                for policy in policies
+            )
+            for name, policies in self.policies.items()
+        }
+        return Rules(self.source, policies)
+
+    def apply(self, table: pa.Table, find: Callable[[pa.Field], tuple[Policy, ...]] | None = None) -> pa.Table:
+        """Return the rows as the policies make them. Only columns that a policy changes are copied.
+
+        Raises:
+            LossyConversionError: A value does not fit what its policy makes of it.
+            PolicyError: A policy is not for its column's type, or two columns would have one name.
+        """
+        find = find or (lambda field: self.policies.get(field.name, ()))
+        made: list[Column] = []
+        for field, column in zip(self.source, table.columns, strict=True):
+            made += _follow(field, column, find)
+        names = [field.name for field, _ in made]
+        for name in names:
+            if names.count(name) > 1:
+                raise PolicyError(f"two columns would be named {name!r}.\n  Rename one in a DataFrame, and load that.")
+        return pa.Table.from_arrays([column for _, column in made], schema=pa.schema([field for field, _ in made]))
+
+    def _before_dictionaries(self, table: pa.Table) -> dict[str, pa.ChunkedArray]:
+        """Return the columns that are to have dictionaries, as the policies before that make them."""
+        unbound = self.unbound
+
+        def find(field: pa.Field) -> tuple[Policy, ...]:
+            policies = self.policies.get(field.name, ())
+            is_dictionary = [isinstance(policy, Dictionary) for policy in policies]
+            return policies[: is_dictionary.index(True)] if any(is_dictionary) else policies
+
+        made = self.apply(table, find)
+        return {name: made.column(name) for name in unbound}
+
+
+def check_policies(key: Any, value: Any) -> tuple[Policy, ...]:
+    """Return the policies that were given for a column or type.
+
+    Raises:
+        PolicyError: They are none, or the key is not one.
+    """
+    if not isinstance(key, str) and key not in _KINDS:
+        known = ", ".join(kind.__name__ for kind in _KINDS)
+        raise PolicyError(f"policies has the key {key!r}; give the name of a column, or one of the types {known}.")
+    policies = (value,) if isinstance(value, Policy) else value
+    if not (isinstance(policies, Sequence) and policies and all(isinstance(policy, Policy) for policy in policies)):
+        raise PolicyError(f"policies[{key!r}] is {value!r}; give a policy as bridge.fill(0), or a list of them.")
+    return tuple(policies)
+
+
+def by_spark(given: Policies | None) -> tuple[list[str], list[str]]:
+    """Return the columns of which Spark is to drop NULL rows, and those which it is to turn to JSON.
+
+    Raises:
+        PolicyError: One of these policies is given for a type.
+    """
+    drop: list[str] = []
+    to_json: list[str] = []
+    for key, value in (given or {}).items():
+        for policy in check_policies(key, value):
+            if isinstance(policy, DropNulls | ToJson):
+                if not isinstance(key, str):
+                    raise PolicyError(f"{policy} is done by Spark before types are known: name its columns.")
+                (drop if isinstance(policy, DropNulls) else to_json).append(key)
+    return drop, to_json
+
+
+def _follow(field: pa.Field, column: pa.ChunkedArray, find: Callable[[pa.Field], tuple[Policy, ...]]) -> list[Column]:
+    beside: list[Column] = []
+    for policy in find(field):
+        (first, changed), *more = policy.apply(field, column)
+        if first.name != field.name:  # taken apart: each part may have policies of its own
+            return [made for part in [(first, changed), *more] for made in _follow(*part, find)] + beside
+        field, column = first, changed
+        beside += more
+    if mark_of(field) == VECTOR:
+        field, column = pa.field(field.name, pa.list_(pa.float64())), dense_vectors(column)
+    return [(field, column), *beside]

@@ -1,0 +1,61 @@
+"""Columns that name files on a volume: their values become the paths of local copies."""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import pyarrow as pa
+
+from bridge.columns.policies import mark_of
+from bridge.config import load_settings
+from bridge.volumes.cache import FileCache
+from bridge.volumes.stores import open_storage
+
+if TYPE_CHECKING:
+    from bridge.volumes.cache import Epoch
+    from bridge.volumes.storage import Storage
+
+_THREADS = 32  # they wait for the volume
+
+
+def local_files(table: pa.Table, epoch: Epoch | None = None) -> pa.Table:
+    """Return the rows with a local path for each value of the columns that `cached_file()` marks.
+
+    A copy stays in the cache until `epoch` is closed; without one, as long as the process lives.
+
+    Raises:
+        FileNotFoundError: A file is not there.
+        VolumeError: A file cannot be read.
+    """
+    for index, field in enumerate(table.schema):
+        if mark_of(field) == "cached_file":
+            paths = _fetched(table.column(index).to_pylist(), epoch or _epoch_of_process())
+            table = table.set_column(index, pa.field(field.name, pa.string()), pa.array(paths, pa.string()))
+    return table
+
+
+def open_cache() -> FileCache:
+    """Return the cache of the settings."""
+    settings = load_settings()
+    return FileCache(settings.cache_dir, max_bytes=settings.cache_max_bytes)
+
+
+def _fetched(paths: list[str | None], epoch: Epoch) -> list[str | None]:
+    open_place = functools.cache(functools.partial(open_storage, volume_root=load_settings().volume_root))
+
+    def fetch(path: str) -> str:
+        folder, _, name = path.rpartition("/")
+        storage: Storage = open_place(folder or "/")
+        return str(epoch.fetch(storage, name))
+
+    wanted = sorted({path for path in paths if path is not None})
+    with ThreadPoolExecutor(_THREADS, "bridge-files") as threads:
+        local = dict(zip(wanted, threads.map(fetch, wanted), strict=True))
+    return [None if path is None else local[path] for path in paths]
+
+
+@functools.cache
+def _epoch_of_process() -> Epoch:
+    return open_cache().epoch()
