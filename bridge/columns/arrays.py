@@ -47,7 +47,7 @@ def column_to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray[Any, Any]:
         column = codes_of(column)
         arrow = column.type
     if column.null_count and (pa.types.is_integer(arrow) or pa.types.is_boolean(arrow)):
-        raise nulls_error(column, name, "an array")
+        raise nulls_error(column, name, f"an array of {arrow}")
     if pa.types.is_null(arrow):
         return np.full(len(column), None, dtype=object)
     if is_list(arrow) and has_array_form(element_type(arrow)):
@@ -71,7 +71,7 @@ def nulls_error(column: pa.ChunkedArray, name: str, target: str) -> LossyConvers
     numeric = ["as_float64()"] if pa.types.is_integer(arrow) else []
     return LossyConversionError(
         f"column {name!r} ({arrow}) holds {column.null_count:,} nulls, which {target} cannot hold.\n"
-        f"{ways_out(name, 'fill(...)', 'mask()', *numeric, 'drop_nulls()')}."
+        f"{ways_out(name, 'fill(...)', 'mask()', *numeric, 'drop_nulls()')}; to_pandas() holds them."
     )
 
 

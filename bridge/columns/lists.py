@@ -48,7 +48,7 @@ def split(column: pa.ChunkedArray, name: str) -> tuple[pa.ChunkedArray, np.ndarr
     """Return the elements of all rows and the int64 offsets: row i has those of [offsets[i], offsets[i + 1]).
 
     Raises:
-        LossyConversionError: A row is NULL, which is not the same as empty.
+        LossyConversionError: A row is NULL, which is not the same as empty, or an element is that is no float.
     """
     import numpy as np
 
@@ -64,4 +64,10 @@ def split(column: pa.ChunkedArray, name: str) -> tuple[pa.ChunkedArray, np.ndarr
             lengths.append(np.full(len(chunk), column.type.list_size, np.int64))
         else:
             lengths.append(np.diff(chunk.offsets.to_numpy()).astype(np.int64, copy=False))
-    return pa.chunked_array(parts, column.type.value_type), np.cumsum(np.concatenate(lengths))
+    values = pa.chunked_array(parts, column.type.value_type)
+    if values.null_count and not (is_list(values.type) or pa.types.is_floating(values.type)):
+        raise LossyConversionError(
+            f"column {name!r} ({column.type}) holds {values.null_count:,} nulls in its arrays, as only floats may.\n"
+            f"  Replace them in Spark: transform({name}, x -> coalesce(x, ...)), or use to_pandas()."
+        )
+    return values, np.cumsum(np.concatenate(lengths))

@@ -6,6 +6,8 @@ for what is wanted (a jagged tensor, a local path), a mark on its field, which t
 
 from __future__ import annotations
 
+import datetime as dt
+import decimal
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -117,20 +119,31 @@ class Fill(Policy):
     value: Any
 
     def to_json(self) -> dict[str, Any]:
-        """Return the policy as it stands in a receipt: what JSON does not know as text, from which it is read."""
-        known = self.value if isinstance(self.value, bool | int | float | str | list) else str(self.value)
-        return {"policy": self.name, "value": known}
+        """Return the policy as it stands in a receipt; the value in JSON's types, from which `apply` reads it too."""
+        value = self.value
+        if isinstance(value, bytes):
+            value = {"hex": value.hex()}
+        elif isinstance(value, dt.timedelta):
+            value = {"microseconds": value // dt.timedelta(microseconds=1)}
+        elif isinstance(value, dt.date | decimal.Decimal):
+            value = str(value)
+        return {"policy": self.name, "value": value}
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
         """Fill."""
+        value = self.value
+        if isinstance(value, dict):
+            value = bytes.fromhex(value["hex"]) if "hex" in value else dt.timedelta(**value)
         try:
-            if isinstance(self.value, str) and not pa.types.is_string(field.type):
-                value = pa.scalar(self.value).cast(field.type)
+            if isinstance(value, str) and not pa.types.is_string(field.type):
+                scalar = pa.scalar(value).cast(field.type)
             else:
-                value = pa.scalar(self.value, field.type)
+                scalar = pa.scalar(value, field.type)
+                if isinstance(value, float) and value == value and scalar.as_py() != value:
+                    raise ValueError("it would be rounded")
         except (pa.ArrowException, TypeError, ValueError) as exc:
-            raise PolicyError(f"column {field.name!r} is {field.type}, which cannot hold {self.value!r}.") from exc
-        return [(field, _filled(column, value))]
+            raise PolicyError(f"column {field.name!r} is {field.type}, which cannot hold {value!r}.") from exc
+        return [(field, _filled(column, scalar))]
 
 
 @dataclass(frozen=True)

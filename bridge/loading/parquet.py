@@ -37,10 +37,10 @@ class RowGroups(Protocol):
 class ExportedRowGroups:
     """The row groups of an export's shards, in the order of the manifest, as the policies make them."""
 
-    def __init__(self, folder: Path, manifest: Manifest, rules: Rules) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, rules: Rules | None = None) -> None:
         self._folder = folder
         self._manifest = manifest
-        self._rules = rules
+        self._rules = rules or Rules(manifest.schema, {})
         self._places = [(shard, index) for shard in manifest.shards for index in range(len(shard.row_groups))]
         self._footers: dict[str, pq.FileMetaData] = {}
 

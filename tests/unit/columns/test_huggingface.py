@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bridge.columns.huggingface import to_dataset, to_iterable_dataset
+from bridge.columns.rules import Rules
 from bridge.errors import LossyConversionError
 from bridge.loading.parquet import stream_row_groups
 from bridge.manifest import Manifest
@@ -33,12 +34,12 @@ TABLE = pa.table(
 
 def streamed(folder: Path, manifest: Manifest) -> object:
     count = sum(len(shard.row_groups) for shard in manifest.shards)
-    row_groups = [(folder, manifest, index) for index in range(count)]
-    return to_iterable_dataset(manifest.schema, stream_row_groups, row_groups=row_groups)
+    row_groups = [(folder, manifest, Rules(manifest.schema, {}), index) for index in range(count)]
+    return to_iterable_dataset(manifest.schema, {}, stream_row_groups, row_groups=row_groups)
 
 
 def test_a_dataset_holds_the_tables_own_memory() -> None:
-    dataset = to_dataset(TABLE)
+    dataset = to_dataset(TABLE, {})
 
     assert list(dataset) == TABLE.to_pylist()
     assert dataset.data.table["n"].chunk(0).buffers()[1].address == TABLE["n"].chunk(0).buffers()[1].address
@@ -50,7 +51,7 @@ def test_a_streaming_dataset_gives_the_same_rows(tmp_path: Path) -> None:
     dataset = streamed(*make_export(tmp_path, [TABLE.slice(0, 40), TABLE.slice(40)], row_group_rows=7))
 
     assert list(dataset) == TABLE.to_pylist()  # type: ignore[call-overload]
-    assert dataset.features == to_dataset(TABLE).features  # type: ignore[attr-defined]
+    assert dataset.features == to_dataset(TABLE, {}).features  # type: ignore[attr-defined]
 
 
 def test_a_streaming_dataset_is_read_in_batches_and_split(tmp_path: Path) -> None:
@@ -75,9 +76,10 @@ def test_a_torch_loader_with_workers_gives_each_row_once(tmp_path: Path) -> None
 def test_a_type_without_a_feature_is_an_error_that_names_the_column() -> None:
     pairs = pa.table({"n": [1], "pairs": pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int8()))})
 
-    for made in (lambda: to_dataset(pairs), lambda: to_iterable_dataset(pairs.schema, stream_row_groups)):
+    for made in (lambda: to_dataset(pairs, {}), lambda: to_iterable_dataset(pairs.schema, {}, stream_row_groups)):
         with pytest.raises(
-            LossyConversionError, match=r"column 'pairs' is map<string, int8.*>, for which datasets has no feature\.\n"
+            LossyConversionError,
+            match=r"column 'pairs' is map<string, int8.*>, for which datasets has no feature\.\n.*to_json\(\)",
         ):
             made()
 

@@ -72,7 +72,8 @@ def test_nulls_of_times_say_where_they_can_go() -> None:
 
     assert str(caught.value) == (
         "column 'day' (date32[day]) holds 1 nulls, which a tensor of int64 cannot hold.\n"
-        '  Read it with where="day IS NOT NULL", or use to_numpy(), where they are NaT.'
+        '  Load it with policies={"day": bridge.fill(...)} '
+        "(or bridge.mask(), bridge.drop_nulls()); to_pandas() holds them."
     )
 
 

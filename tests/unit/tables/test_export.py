@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 import bridge
+from bridge.columns.rules import Policies, Rules
 from bridge.errors import ConfigError, ExportError, ExportNotFoundError, VolumeError
 from bridge.spark.engines import Pin
 from bridge.spark.write import Written
@@ -33,6 +34,7 @@ class Asked:
     where: str | None = None
     limit: int | None = None
     is_repeatable: bool = True
+    as_json: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,14 @@ class At:
     time_zone: str = "UTC"
 
 
-def identity_of(asked: Asked | None = None, at: At | None = None, sizes: tuple[int, int] = (1000, 100)) -> str | None:
-    return identity(asked or Asked(), at or At(), *sizes)[0]  # type: ignore[arg-type]
+def identity_of(
+    asked: Asked | None = None,
+    at: At | None = None,
+    policies: Policies | None = None,
+    sizes: tuple[int, int] = (1000, 100),
+) -> str | None:
+    rules = Rules.choose(pa.schema([("a", pa.string()), ("b", pa.int64())]), policies)
+    return identity(asked or Asked(), at or At(), rules, *sizes)[0]  # type: ignore[arg-type]
 
 
 def test_the_same_facts_are_the_same_export() -> None:
@@ -64,6 +72,8 @@ def test_the_same_facts_are_the_same_export() -> None:
         {"asked": Asked(columns=("a",))},
         {"asked": Asked(where="a > 1")},
         {"asked": Asked(limit=10)},
+        {"asked": Asked(as_json=("a",))},
+        {"policies": {"a": bridge.dictionary()}},
         {"at": At(address="sc://elsewhere")},
         {"at": At(user="another")},
         {"at": At(time_zone="America/New_York")},
@@ -89,7 +99,7 @@ def test_why_a_version_is_pinned_does_not_count() -> None:
     ],
 )
 def test_what_cannot_be_known_again_has_no_identity(asked: Asked, reason: str) -> None:
-    assert identity(asked, At(), 1, 1) == (None, reason)  # type: ignore[arg-type]
+    assert identity(asked, At(), Rules(pa.schema([]), {}), 1, 1) == (None, reason)  # type: ignore[arg-type]
 
 
 def test_sizes_are_sizes() -> None:

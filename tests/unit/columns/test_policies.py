@@ -1,0 +1,328 @@
+"""Policies one by one, and the rules that apply them to a table."""
+
+from __future__ import annotations
+
+import datetime as dt
+import decimal
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bridge
+from bridge.columns.arrays import to_numpy
+from bridge.columns.contract import type_contract
+from bridge.columns.frames import to_pandas
+from bridge.columns.policies import VECTOR, Policy, marked
+from bridge.columns.rules import Policies, Rules, by_spark
+from bridge.columns.tensors import to_torch
+from bridge.errors import LossyConversionError, PolicyError
+
+D = decimal.Decimal
+VECTORS = pa.struct(
+    [("type", pa.int8()), ("size", pa.int32()), ("indices", pa.list_(pa.int32())), ("values", pa.list_(pa.float64()))]
+)
+
+
+def column(values: list[Any], arrow: pa.DataType) -> pa.Table:
+    return pa.table({"c": pa.chunked_array([pa.array(values, arrow)])})
+
+
+def applied(table: pa.Table, policies: Policies) -> pa.Table:
+    rules = Rules.choose(table.schema, policies).bound(lambda: [table])
+    made = rules.apply(table)
+    assert made.schema.equals(rules.schema, check_metadata=True), "types do not depend on rows"
+    again = Rules.from_json(table.schema, json.loads(json.dumps(rules.to_json())))
+    assert again.apply(table).equals(made), "a receipt gives the same rules"
+    return made
+
+
+@pytest.mark.parametrize(
+    ("arrow", "values", "policy", "right"),
+    [
+        (pa.decimal128(10, 2), [D("1.10"), None], bridge.as_float64(), [1.1, None]),
+        (pa.decimal128(38, 0), [D(2**63 - 1), D(-(2**63))], bridge.as_int64(), [2**63 - 1, -(2**63)]),
+        (pa.int64(), [2**53, None], bridge.as_float64(), [2.0**53, None]),
+        (pa.int32(), [2**24], bridge.as_float32(), [2.0**24]),
+        (pa.float64(), [1e-300, math.inf, 0.1], bridge.as_float32(), [0.0, math.inf, float(np.float32(0.1))]),
+        (pa.float64(), [3.0], bridge.as_int64(), [3]),
+        (pa.int64(), [1, None], bridge.fill(-1), [1, -1]),
+        (pa.bool_(), [None, True], bridge.fill(value=False), [False, True]),
+        (pa.string(), [None, "a"], bridge.fill("?"), ["?", "a"]),
+        (pa.date32(), [None], bridge.fill(dt.date(2000, 1, 1)), [dt.date(2000, 1, 1)]),
+        (pa.date32(), [None], bridge.fill("2000-01-01"), [dt.date(2000, 1, 1)]),
+        (pa.decimal128(5, 2), [None], bridge.fill(D("1.25")), [D("1.25")]),
+        (
+            pa.timestamp("us", "UTC"),
+            [None],
+            bridge.fill(dt.datetime(1999, 12, 31, 23, 59, 59, 1, tzinfo=dt.UTC)),
+            [dt.datetime(1999, 12, 31, 23, 59, 59, 1, tzinfo=dt.UTC)],
+        ),
+        (pa.duration("us"), [None], bridge.fill(dt.timedelta(seconds=1)), [dt.timedelta(seconds=1)]),
+        (pa.binary(), [None], bridge.fill(b"\xff"), [b"\xff"]),
+        (pa.list_(pa.int32()), [None, [1]], bridge.fill([]), [[], [1]]),
+        (pa.list_(pa.int32()), [[1, 2]], bridge.fixed_size(2), [[1, 2]]),
+        (pa.string(), ["b", None, "a", "b"], bridge.dictionary(), ["b", None, "a", "b"]),
+    ],
+    ids=str,
+)
+def test_a_policy_gives_the_value_that_it_says(arrow: pa.DataType, values: Any, policy: Policy, right: Any) -> None:
+    assert applied(column(values, arrow), {"c": policy})["c"].to_pylist() == right
+
+
+@pytest.mark.parametrize(
+    ("arrow", "values", "policy", "says"),
+    [
+        (pa.int64(), [2**53 + 1], bridge.as_float64(), r"column 'c' \(int64\) cannot be float64"),
+        (pa.int32(), [2**24 + 1], bridge.as_float32(), r"column 'c' \(int32\) cannot be float32"),
+        (pa.float64(), [1e39, -1e39, 1.0], bridge.as_float32(), r"holds 2 values too large for float32"),
+        (pa.decimal128(5, 2), [D("1.50")], bridge.as_int64(), r"cannot be int64"),
+        (pa.decimal128(38, 0), [D(2**63)], bridge.as_int64(), r"cannot be int64"),
+        (pa.float64(), [1.5], bridge.as_int64(), r"cannot be int64"),
+        (pa.list_(pa.int32()), [[1], [1, 2]], bridge.fixed_size(2), r"holds arrays that are not of 2 elements"),
+    ],
+    ids=str,
+)
+def test_a_policy_loses_nothing_that_it_does_not_say(
+    arrow: pa.DataType, values: Any, policy: Policy, says: str
+) -> None:
+    with pytest.raises(LossyConversionError, match=says):
+        applied(column(values, arrow), {"c": policy})
+
+
+@pytest.mark.parametrize(
+    ("arrow", "policy"),
+    [
+        (pa.string(), bridge.as_float64()),
+        (pa.timestamp("us"), bridge.as_int64()),
+        (pa.int64(), bridge.dictionary()),
+        (pa.int64(), bridge.flatten()),
+        (pa.int64(), bridge.jagged()),
+        (pa.string(), bridge.offsets()),
+        (pa.int64(), bridge.cached_file()),
+        (pa.list_(pa.float64()), bridge.sparse()),
+        (pa.struct([("a", pa.int64())]), bridge.mask()),
+        (pa.int64(), bridge.fixed_size(2)),
+    ],
+    ids=str,
+)
+def test_a_policy_is_refused_before_rows_are_there_where_it_does_not_fit(arrow: pa.DataType, policy: Policy) -> None:
+    with pytest.raises(PolicyError, match=r"column 'c' is .*; .* is for \w+"):
+        Rules.choose(pa.schema([("c", arrow)]), {"c": policy})
+
+
+@pytest.mark.parametrize("value", ["x", 1.5, 2**40, object()], ids=repr)
+def test_a_fill_is_of_the_columns_type(value: Any) -> None:
+    with pytest.raises(PolicyError, match=r"column 'c' is int32, which cannot hold"):
+        Rules.choose(pa.schema([("c", pa.int32())]), {"c": bridge.fill(value)})
+
+
+@pytest.mark.parametrize(
+    ("arrow", "value", "zero"),
+    [
+        (pa.int8(), 5, 0),
+        (pa.bool_(), True, False),
+        (pa.float32(), 0.5, 0.0),
+        (pa.string(), "é", ""),
+        (pa.binary(), b"x", b""),
+        (pa.date32(), dt.date(2000, 1, 1), dt.date(1970, 1, 1)),
+        (pa.timestamp("us"), dt.datetime(2000, 1, 1), dt.datetime(1970, 1, 1)),
+        (pa.duration("us"), dt.timedelta(1), dt.timedelta(0)),
+        (pa.decimal128(38, 18), D("1.5"), D(0)),
+        (pa.list_(pa.int8()), [1], []),
+    ],
+    ids=str,
+)
+def test_a_mask_says_which_values_are_there(arrow: pa.DataType, value: Any, zero: Any) -> None:
+    made = applied(column([value, None], arrow), {"c": bridge.mask()})
+
+    assert made.column_names == ["c", "c__valid"]
+    assert made["c"].to_pylist() == [value, zero]
+    assert made["c__valid"].to_pylist() == [True, False]
+
+
+def test_two_columns_of_one_name_are_refused() -> None:
+    schema = pa.schema([("c", pa.int64()), ("c__valid", pa.bool_())])
+
+    with pytest.raises(PolicyError, match="two columns would be named 'c__valid'"):
+        Rules.choose(schema, {"c": bridge.mask()})
+
+
+def test_structs_are_taken_apart_and_their_parts_have_policies_of_their_own() -> None:
+    rows = [{"x": 1, "y": {"z": None}}, None, {"x": None, "y": {"z": D("0.5")}}]
+    arrow = pa.struct([("x", pa.int64()), ("y", pa.struct([("z", pa.decimal128(5, 2))]))])
+
+    made = applied(
+        column(rows, arrow),
+        {"c": bridge.flatten(), "c.x": bridge.fill(0), "c.y": bridge.flatten(), D: bridge.as_float64()},
+    )
+
+    assert made.to_pydict() == {"c.x": [1, 0, 0], "c.y.z": [None, None, 0.5]}
+
+
+def test_policies_of_a_column_are_applied_in_their_order() -> None:
+    made = applied(column([None, "b"], pa.string()), {"c": [bridge.fill("a"), bridge.dictionary()]})
+
+    assert to_torch(made)["c"].tolist() == [0, 1]
+
+
+def test_a_name_goes_before_a_type() -> None:
+    table = pa.table({"a": [1, None], "b": [1, None], "t": ["x", None]})
+
+    made = applied(table, {int: bridge.fill(7), "b": bridge.fill(8)})
+
+    assert made.to_pydict() == {"a": [1, 7], "b": [1, 8], "t": ["x", None]}
+
+
+def test_a_dictionary_is_one_for_all_batches_and_all_hand_offs() -> None:
+    schema = pa.schema([("c", pa.string())])
+    parts = [pa.table({"c": part}, schema) for part in (["b", "é"], [], ["a", None, "b"])]
+
+    rules = Rules.choose(schema, {"c": bridge.dictionary()}).bound(lambda: parts)
+    made = [rules.apply(part) for part in parts]
+
+    assert rules.categories == {"c": ["a", "b", "é"]}
+    assert to_numpy(made[0])["c"].tolist() == [1, 2]
+    assert to_numpy(made[0])["c"].dtype == np.int64
+    assert to_torch(made[1])["c"].dtype == torch.int64
+    assert list(to_pandas(made[2])["c"].cat.categories) == ["a", "b", "é"]
+    assert to_pandas(made[2])["c"].cat.codes.tolist() == [0, -1, 1]
+    with pytest.raises(LossyConversionError, match=r"column 'c' .*holds 1 nulls"):
+        to_torch(made[2])
+    with pytest.raises(LossyConversionError, match="column 'c' holds values that its dictionary does not"):
+        rules.apply(pa.table({"c": ["new"]}))
+
+
+def test_arrays_of_one_length_are_a_matrix_that_shares_their_memory() -> None:
+    arrays = pa.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], pa.list_(pa.float32()))
+    table = pa.table({"c": arrays.slice(1)})
+
+    matrix, tensor = to_numpy(table)["c"], to_torch(table)["c"]
+
+    assert matrix.tolist() == tensor.tolist() == [[3.0, 4.0], [5.0, 6.0]]
+    at = arrays.values.buffers()[1].address + 2 * 4
+    assert matrix.__array_interface__["data"][0] == tensor.data_ptr() == at
+
+
+@pytest.mark.parametrize("policy", [None, bridge.fixed_size(2)])
+def test_a_list_of_lists_has_a_dimension_for_each(policy: Policy | None) -> None:
+    table = column([[[1, 2, 3], [4, 5, 6]]] * 2, pa.list_(pa.list_(pa.int16())))
+    made = applied(table, {} if policy is None else {"c": policy})
+
+    assert to_torch(made)["c"].shape == to_numpy(made)["c"].shape == (2, 2, 3)
+
+
+def test_arrays_of_several_lengths_need_a_policy() -> None:
+    table = column([[1, 2], [], [3]], pa.list_(pa.int64()))
+
+    for convert in (to_numpy, to_torch):
+        with pytest.raises(LossyConversionError, match=r"column 'c' holds arrays of 0 to 2 elements.*\n.*jagged\(\)"):
+            convert(table)
+    jagged = applied(table, {"c": bridge.jagged()})
+    assert [row.tolist() for row in to_torch(jagged)["c"].unbind()] == [[1, 2], [], [3]]
+    assert [row.tolist() for row in to_numpy(jagged)["c"]] == [[1, 2], [], [3]]
+    offsets = applied(table, {"c": bridge.offsets()})
+    for convert in (to_numpy, to_torch):
+        values, bounds = convert(offsets)["c"]
+        assert (values.tolist(), bounds.tolist()) == ([1, 2, 3], [0, 2, 2, 3])
+
+
+@pytest.mark.parametrize("rows", [[[1], None], [[1], [None]]], ids=str)
+def test_a_null_in_arrays_is_an_error_whatever_the_form(rows: list[Any]) -> None:
+    for policies in ({}, {"c": bridge.offsets()}, {"c": bridge.jagged()}):
+        made = applied(column(rows, pa.list_(pa.int64())), policies)
+        with pytest.raises(LossyConversionError, match=r"column 'c' \(list.*\) holds 1 nulls in"):
+            to_torch(made)
+
+
+def test_vectors_are_dense_and_sparse_ones_are_filled_with_zeros() -> None:
+    rows = [
+        {"type": 0, "size": 3, "indices": [0, 2], "values": [1.5, -1.0]},
+        {"type": 1, "size": None, "indices": None, "values": [1.0, 2.0, 3.0]},
+        {"type": 0, "size": 3, "indices": [], "values": []},
+    ]
+    schema = pa.schema([marked(pa.field("v", VECTORS), VECTOR)])
+    table = pa.table({"v": pa.chunked_array([pa.array(rows[:1], VECTORS), pa.array(rows[1:], VECTORS)])}, schema)
+    right = [[1.5, 0.0, -1.0], [1.0, 2.0, 3.0], [0.0, 0.0, 0.0]]
+
+    dense, sparse = applied(table, {}), applied(table, {"v": bridge.sparse()})
+
+    assert dense["v"].to_pylist() == right
+    assert to_torch(dense)["v"].tolist() == to_numpy(dense)["v"].tolist() == right
+    assert to_torch(sparse)["v"].is_sparse
+    assert to_torch(sparse)["v"].to_dense().tolist() == right
+
+
+@given(st.lists(st.none() | st.tuples(st.booleans(), st.lists(st.floats(allow_nan=False), max_size=4)), max_size=8))
+def test_any_vectors_are_what_they_were(rows: list[tuple[bool, list[float]] | None]) -> None:
+    def encoded(row: tuple[bool, list[float]] | None) -> dict[str, Any] | None:
+        if row is None or row[0]:
+            return row and {"type": 1, "size": None, "indices": None, "values": row[1]}
+        places = [place for place, value in enumerate(row[1]) if value]
+        return {"type": 0, "size": len(row[1]), "indices": places, "values": [row[1][place] for place in places]}
+
+    schema = pa.schema([marked(pa.field("v", VECTORS), VECTOR)])
+    table = pa.table({"v": pa.array(list(map(encoded, rows)), VECTORS)}, schema)
+
+    assert applied(table, {})["v"].to_pylist() == [row and row[1] for row in rows]
+
+
+def test_nested_structs_are_dicts_of_tensors() -> None:
+    table = column([{"a": 1, "b": {"c": 0.5}}], pa.struct([("a", pa.int32()), ("b", pa.struct([("c", pa.float64())]))]))
+
+    (says,) = type_contract(table.schema, {})
+    tensors = to_torch(table)["c"]
+
+    assert says.torch == "dict of a: int32, b: dict of c: float64"
+    assert tensors["b"]["c"].tolist() == [0.5]
+    with pytest.raises(LossyConversionError, match=r"column 'c' \(struct\) holds 1 nulls in the place of structs"):
+        to_torch(column([None], table.schema.field("c").type))
+
+
+@pytest.mark.parametrize(
+    ("policies", "says"),
+    [
+        ({"d": bridge.mask()}, r"policies names 'd', which is no column\."),
+        ({"c": 3}, r"policies\['c'\] is 3; give a policy"),
+        ({"c": []}, r"policies\['c'\] is \[\]; give a policy"),
+        ({complex: bridge.mask()}, r"policies has the key <class 'complex'>; give the name of a column, or one of"),
+    ],
+    ids=str,
+)
+def test_what_is_no_policy_is_refused(policies: Any, says: str) -> None:
+    with pytest.raises(PolicyError, match=says):
+        Rules.choose(pa.schema([("c", pa.int64())]), policies)
+
+
+def test_what_spark_does_is_asked_for_by_name() -> None:
+    assert by_spark({"a": [bridge.drop_nulls(), bridge.as_float64()], "b": bridge.to_json()}) == (["a"], ["b"])
+    with pytest.raises(PolicyError, match=r"drop_nulls\(\) is done by Spark before types are known: name its columns"):
+        by_spark({int: bridge.drop_nulls()})
+
+
+def test_a_policy_of_a_later_version_is_told() -> None:
+    with pytest.raises(PolicyError, match="the policy 'melt' is not known"):
+        Rules.from_json(pa.schema([("c", pa.int64())]), {"c": [{"policy": "melt"}]})
+
+
+def test_the_contract_tells_policies_and_what_they_make() -> None:
+    schema = pa.schema([("n", pa.int64()), ("price", pa.decimal128(18, 4)), ("tags", pa.list_(pa.string()))])
+    rules = Rules.choose(schema, {"n": bridge.mask(), "price": bridge.as_float64()})
+
+    n, there, price, tags = type_contract(rules.schema, {"n": "bigint", "price": "decimal(18,4)"}, rules)
+
+    assert (n.torch, n.policies, n.nulls) == ("int64", "mask()", "no nulls")
+    assert (there.name, there.torch) == ("n__valid", "bool")
+    assert (price.spark, price.arrow, price.torch, price.policies) == (
+        "decimal(18,4)",
+        "double",
+        "float64",
+        "as_float64()",
+    )
+    assert (tags.torch, tags.huggingface) == (None, "List(Value(string))")
