@@ -14,6 +14,8 @@ from bridge.volumes.cache import FileCache
 from bridge.volumes.stores import open_storage
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from bridge.volumes.cache import Epoch
     from bridge.volumes.storage import Storage
 
@@ -31,7 +33,7 @@ def local_files(table: pa.Table, epoch: Epoch | None = None) -> pa.Table:
     """
     for index, field in enumerate(table.schema):
         if mark_of(field) == "cached_file":
-            paths = _fetched(table.column(index).to_pylist(), epoch or _epoch_of_process())
+            paths = _fetched(table.column(index).to_pylist(), epoch or _epoch_of_process(open_cache()))
             table = table.set_column(index, pa.field(field.name, pa.string()), pa.array(paths, pa.string()))
     return table
 
@@ -39,7 +41,7 @@ def local_files(table: pa.Table, epoch: Epoch | None = None) -> pa.Table:
 def open_cache() -> FileCache:
     """Return the cache of the settings."""
     settings = load_settings()
-    return FileCache(settings.cache_dir, max_bytes=settings.cache_max_bytes)
+    return _cache(settings.cache_dir, settings.cache_max_bytes)
 
 
 def _fetched(paths: list[str | None], epoch: Epoch) -> list[str | None]:
@@ -57,5 +59,10 @@ def _fetched(paths: list[str | None], epoch: Epoch) -> list[str | None]:
 
 
 @functools.cache
-def _epoch_of_process() -> Epoch:
-    return open_cache().epoch()
+def _cache(folder: Path, max_bytes: int) -> FileCache:
+    return FileCache(folder, max_bytes=max_bytes)
+
+
+@functools.cache
+def _epoch_of_process(cache: FileCache) -> Epoch:
+    return cache.epoch()
