@@ -96,7 +96,7 @@ def known(form: Form, text: Any) -> Any:
     if text is None:
         return None
     if not isinstance(form, str):
-        return seen(form, json.loads(text))
+        return _from_json(form, json.loads(text))
     if form == "text":
         return bytes.fromhex(text).decode()
     if form == "bytes":
@@ -110,6 +110,16 @@ def known(form: Form, text: Any) -> Any:
     if form == "decimal":
         return Decimal(text)
     return seen(form, text if form.startswith("float") else int(text))
+
+
+def _from_json(form: Form, value: Any) -> Any:
+    if value is None or isinstance(form, str):
+        return Decimal(value) if form == "decimal" and value is not None else seen(form, value)
+    kind, inner = form
+    if kind == "list":
+        return [_from_json(inner, element) for element in value]
+    # to_json leaves out what is NULL
+    return {key: _from_json(inner if kind == "map" else inner[key], element) for key, element in value.items()}
 
 
 def seen(form: Form, value: Any, *, nan_is_null: bool = False) -> Any:
@@ -143,7 +153,7 @@ def seen(form: Form, value: Any, *, nan_is_null: bool = False) -> Any:
     if form == "decimal":
         assert isinstance(value, Decimal | int | np.integer), type(value)
         return Decimal(value) if isinstance(value, Decimal) else Decimal(int(value))
-    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+    if isinstance(value, int | np.integer) and not isinstance(value, bool | np.timedelta64):
         return int(value)
     assert form in ("date", "instant", "wall", "span"), type(value)
     return _time(form, value)
@@ -155,6 +165,10 @@ def _bits(form: str, value: Any) -> str:
 
 
 def _time(form: str, value: Any) -> int | None:
+    if form == "date" and isinstance(value, dt.datetime) and not isinstance(value, pd.Timestamp):
+        # a date within a struct, in pandas
+        assert value.time() == dt.time(), value
+        value = value.date()
     if isinstance(value, dt.datetime) and not isinstance(value, pd.Timestamp):
         assert (value.tzinfo is not None) == (form == "instant"), value
         # Python's own arithmetic: exact to the microsecond in all years
@@ -252,7 +266,8 @@ KINDS = [
         "decimal128(18, 4)[pyarrow]", "object", "", refused=["torch"],
     ),
     Kind(
-        "d38_18", "decimal", "DECIMAL(38,18)", [f"'{'9' * 20}.{'9' * 18}'", f"'-{'9' * 20}.{'9' * 18}'", f"'0.{'0' * 17}1'"],
+        "d38_18", "decimal", "DECIMAL(38,18)",
+        [f"'{'9' * 20}.{'9' * 18}'", f"'-{'9' * 20}.{'9' * 18}'", f"'0.{'0' * 17}1'"],
         "decimal128(38, 18)[pyarrow]", "object", "", refused=["torch"],
     ),
     Kind(
@@ -316,6 +331,34 @@ KINDS = [
         "days", ("list", "date"), "ARRAY<DATE>", ["array(DATE'0001-01-01', DATE'9999-12-31')"],
         "object", "datetime64[D]", "int64",
         reference="to_json(transform({c}, d -> datediff(d, DATE'1970-01-01')))", no_nulls=BOTH,
+    ),
+    Kind(
+        "moments", ("list", "instant"), "",
+        [f"array({', '.join(TIMES[0].values[:2])})", f"array({', '.join(TIMES[0].values[2:4])})"],
+        "object", "datetime64[us]", "int64", reference="to_json(transform({c}, t -> unix_micros(t)))", no_nulls=BOTH,
+    ),
+    Kind(
+        "bits", ("list", "bool"), "ARRAY<BOOLEAN>", ["array(true, false)", "array(false, false)"],
+        "object", "bool", "bool", **_LISTS,
+    ),
+    Kind(
+        "prices", ("list", "decimal"), "ARRAY<DECIMAL(38,18)>", [f"array('{'9' * 20}.{'9' * 18}', NULL)", "array()"],
+        "object", "object", "", reference="to_json(transform({c}, d -> CAST(d AS STRING)))", refused=["torch"],
+    ),
+    Kind(
+        "records", ("list", ("struct", {"a": "int", "b": "text"})), "ARRAY<STRUCT<a: BIGINT, b: STRING>>",
+        ["array(named_struct('a', 9223372036854775707, 'b', 'é'), named_struct('a', NULL, 'b', NULL))", "array()"],
+        "object", "object", "", reference="to_json({c})", refused=["torch"],
+    ),
+    Kind(
+        "stamped", ("struct", {"t": "instant", "d": "date", "w": "wall"}), "",
+        [f"named_struct('t', {at}, 'd', DATE'{day}', 'w', TIMESTAMP_NTZ'{day} 00:00:00.000001')"
+         for at, day in zip(TIMES[0].values[:3], ["0001-01-01", "9999-12-31", "1582-10-04"], strict=True)],
+        "object", "object", "",
+        reference="IF({c} IS NULL, NULL, to_json(named_struct('t', unix_micros({c}.t), 'd', "
+        "datediff({c}.d, DATE'1970-01-01'), 'w', "
+        "unix_micros(CAST(CAST({c}.w AS STRING) || '+00:00' AS TIMESTAMP)))))",
+        no_nulls=["torch"],
     ),
     Kind(
         "words", ("list", "text"), "ARRAY<STRING>", ["array('é', '', NULL)", "array()", "array('NULL')"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from zoneinfo import ZoneInfo
@@ -22,6 +23,23 @@ CASES = sorted(path.name for path in GOLDEN.iterdir()) if GOLDEN.is_dir() else [
 
 SAIL_FAULTS = {
     "basic-decimal-table": "Sail reads the decimals of partition values by way of float64",
+}
+
+
+def _count(columns: dict[str, Any]) -> int:
+    """Return the rows of the first column that is no dict of columns."""
+    first = next(iter(columns.values()))
+    return _count(first) if isinstance(first, dict) else len(first)
+
+
+# each gives how many rows it handed over
+HAND_OFFS: dict[str, Callable[[bridge.Table], int]] = {
+    "to_pandas": lambda table: len(table.to_pandas()),
+    "to_pandas of Arrow": lambda table: len(table.to_pandas("pyarrow")),
+    "to_numpy": lambda table: _count(table.to_numpy()),
+    "to_torch": lambda table: _count(table.to_torch()),
+    "to_huggingface": lambda table: sum(1 for _ in table.to_huggingface(streaming=False)),
+    "to_huggingface, streaming": lambda table: sum(1 for _ in table.to_huggingface(streaming=True)),
 }
 
 
@@ -57,6 +75,11 @@ def test_golden(engine: Any, sessions: Any, case: str, route: str, tmp_path: Pat
     # a fault of the engine is asserted too, so that a case is right by every route or by none
     is_right = multiset(table.to_arrow()) == multiset(right)
     assert is_right == (engine.name == "apache" or case not in SAIL_FAULTS)
+    for name, count in HAND_OFFS.items():
+        try:
+            assert count(table) == right.num_rows, name
+        except bridge.LossyConversionError as exc:
+            assert any(f"'{column}" in str(exc) for column in right.column_names), f"{name}: {exc}"  # noqa: PT017
 
 
 @pytest.mark.parametrize("case", sorted(SAIL_FAULTS))
