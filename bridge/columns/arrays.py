@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +31,10 @@ def to_numpy(table: pa.Table) -> dict[str, Any]:
 
 def field_to_numpy(column: pa.ChunkedArray, field: pa.Field) -> Any:
     """Return the values of one column in the form that its field is marked with."""
-    if mark_of(field) == "jagged":
-        return _objects(column, field.name)
-    if mark_of(field) == "offsets":
+    if mark_of(field) in ("jagged", "offsets"):
         values, offsets = split(column, field.name)
-        return column_to_numpy(values, field.name), offsets
+        elements = column_to_numpy(values, field.name)
+        return (elements, offsets) if mark_of(field) == "offsets" else _rows(elements, offsets)
     return column_to_numpy(column, field.name)
 
 
@@ -44,7 +44,7 @@ def column_to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray[Any, Any]:
 
     arrow = column.type
     if pa.types.is_dictionary(arrow):
-        column = codes_of(column)
+        column = codes_of(column, name)
         arrow = column.type
     if column.null_count and (pa.types.is_integer(arrow) or pa.types.is_boolean(arrow)):
         raise nulls_error(column, name, f"an array of {arrow}")
@@ -60,8 +60,28 @@ def column_to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray[Any, Any]:
     return array
 
 
-def codes_of(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return the codes of categories as int64."""
+def _rows(elements: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return an array of one array for each row."""
+    import numpy as np
+
+    rows = np.empty(len(offsets) - 1, dtype=object)
+    for index, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        rows[index] = elements[start:stop]
+    return rows
+
+
+def codes_of(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
+    """Return the codes of categories as int64.
+
+    Raises:
+        LossyConversionError: There are nulls, which have no code.
+    """
+    if column.null_count:
+        raise LossyConversionError(
+            f"column {name!r} holds {column.null_count:,} nulls, which have no code.\n"
+            f'  Load it with policies={{"{name}": [bridge.fill("..."), bridge.dictionary()]}}, '
+            "or leave them out: bridge.drop_nulls()."
+        )
     return pa.chunked_array([chunk.indices.cast(pa.int64()) for chunk in column.chunks], pa.int64())
 
 
@@ -112,6 +132,8 @@ def to_matrix(
 
     columns = pick_features(table, features)
     for name, column in columns.items():
+        if pa.types.is_dictionary(column.type):
+            columns[name] = column = codes_of(column, name)
         if not is_number(column.type):
             raise LossyConversionError(
                 f"feature {name!r} is {column.type}, which is no number.\n{_ways_to_numbers(name, column.type)}"
@@ -133,7 +155,11 @@ def to_matrix(
 def _ways_to_numbers(name: str, arrow: pa.DataType) -> str:
     if pa.types.is_decimal(arrow):
         return f"{ways_out(name, 'as_float64()')}, or leave it out of features=."
-    return "  Leave it out of features=, or encode it in Spark; to_numpy() without features= gives it as objects."
+    if pa.types.is_string(arrow):
+        return f"{ways_out(name, 'dictionary()')} for codes, or leave it out of features=."
+    return (
+        "  Leave it out of features=, or make numbers of it in Spark; to_numpy() without features= gives it as it is."
+    )
 
 
 def is_number(arrow: pa.DataType) -> bool:

@@ -69,14 +69,16 @@ class TypeContract(tuple[ColumnType, ...]):
 def type_contract(schema: pa.Schema, spark_types: Mapping[str, str], rules: Rules | None = None) -> TypeContract:
     """Return what each column of `schema` becomes; `spark_types` and the policies of `rules` are shown beside it."""
     policies = rules.policies if rules else {}
+    masks = {f"{name}__valid" for name, given in policies.items() if any(isinstance(one, Mask) for one in given)}
     return TypeContract(
-        _column_type(field, spark_types.get(field.name, ""), policies.get(field.name, ())) for field in schema
+        _column_type(field, spark_types.get(field.name, ""), policies.get(field.name, ()), field.name in masks)
+        for field in schema
     )
 
 
-def _column_type(field: pa.Field, spark: str, policies: Sequence[Policy]) -> ColumnType:
+def _column_type(field: pa.Field, spark: str, policies: Sequence[Policy], is_mask: bool) -> ColumnType:
     pandas, numpy, torch, nulls = _targets(field)
-    if any(isinstance(policy, Fill | Mask | DropNulls) for policy in policies):
+    if is_mask or any(isinstance(policy, Fill | Mask | DropNulls) for policy in policies):
         nulls = "no nulls"
     shown = " + ".join(map(str, policies))
     return ColumnType(field.name, spark, str(field.type), pandas, numpy, torch, _feature(field.type), nulls, shown)
@@ -87,10 +89,10 @@ def _targets(field: pa.Field) -> tuple[str, str, str | None, str]:
     if mark == "sparse":
         return "object", "object", "float64 [rows, size], sparse COO", "nulls: an error in tensors"
     if mark == "jagged":
-        return "object", "object (arrays)", f"{_element(arrow.value_type)} jagged", _LIST_NULLS
+        return "object", "object (arrays)", _with_elements(arrow.value_type, 2, "{} jagged"), _LIST_NULLS
     if mark == "offsets":
-        pair = f"({_element(arrow.value_type)} values, int64 offsets)"
-        return "object", pair, pair, _LIST_NULLS
+        numpy = _with_elements(arrow.value_type, 1, "({} values, int64 offsets)") or "(object, int64 offsets)"
+        return "object", numpy, _with_elements(arrow.value_type, 2, "({} values, int64 offsets)"), _LIST_NULLS
     types = pa.types
     elements = _values(element_type(arrow)) if is_list(arrow) else None
     if elements:
@@ -137,9 +139,11 @@ def _values(arrow: pa.DataType) -> tuple[str, str, str, str] | None:
     return None
 
 
-def _element(arrow: pa.DataType) -> str:
-    found = _values(arrow)
-    return found[2] if found else str(arrow)
+def _with_elements(arrow: pa.DataType, target: int, form: str) -> str | None:
+    """Return `form` with what elements become in NumPy (1) or torch (2); None where they are no numbers."""
+    found = _values(element_type(arrow))
+    shape = f" {_shape(arrow)}" if is_list(arrow) else ""
+    return form.format(found[target] + shape) if found else None
 
 
 def _shape(arrow: pa.DataType) -> str:

@@ -54,8 +54,7 @@ def to_features(table: pa.Table) -> pa.Table:
     columns, fields = [], []
     for field, column in zip(table.schema, table.columns, strict=True):
         if pa.types.is_dictionary(field.type):
-            codes = [chunk.indices.cast(pa.int64()) for chunk in column.chunks]
-            column = pa.chunked_array(codes, pa.int64())
+            column = pa.chunked_array([chunk.indices.cast(pa.int64()) for chunk in column.chunks], pa.int64())
         columns.append(column)
         fields.append(pa.field(field.name, column.type))
     return pa.Table.from_arrays(columns, schema=pa.schema(fields))

@@ -52,10 +52,11 @@ def split(column: pa.ChunkedArray, name: str) -> tuple[pa.ChunkedArray, np.ndarr
     """
     import numpy as np
 
+    ways = ["fill([])"] if pa.types.is_list(column.type) else []
     if column.null_count:
         raise LossyConversionError(
             f"column {name!r} ({column.type}) holds {column.null_count:,} nulls in the place of arrays.\n"
-            f"{ways_out(name, 'drop_nulls()', 'fill([])')}."
+            f"{ways_out(name, 'drop_nulls()', *ways)}."
         )
     parts, lengths = [], [np.zeros(1, np.int64)]
     for chunk in column.chunks:
@@ -65,7 +66,10 @@ def split(column: pa.ChunkedArray, name: str) -> tuple[pa.ChunkedArray, np.ndarr
         else:
             lengths.append(np.diff(chunk.offsets.to_numpy()).astype(np.int64, copy=False))
     values = pa.chunked_array(parts, column.type.value_type)
-    if values.null_count and not (is_list(values.type) or pa.types.is_floating(values.type)):
+    types = pa.types
+    if values.null_count and (
+        types.is_integer(values.type) or types.is_boolean(values.type) or types.is_temporal(values.type)
+    ):
         raise LossyConversionError(
             f"column {name!r} ({column.type}) holds {values.null_count:,} nulls in its arrays, as only floats may.\n"
             f"  Replace them in Spark: transform({name}, x -> coalesce(x, ...)), or use to_pandas()."

@@ -6,24 +6,26 @@ for what is wanted (a jagged tensor, a local path), a mark on its field, which t
 
 from __future__ import annotations
 
-import datetime as dt
-import decimal
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from bridge.columns.decimals import decimals_to_floats
+from bridge.columns.fills import KINDS, ZEROS, checked_fill, fill_as_json
 from bridge.errors import LossyConversionError, PolicyError
 
 Column = tuple[pa.Field, pa.ChunkedArray]
 
+# how arrow_schema marks pyspark.ml's vectors
+VECTOR = "vector"
 _MARK = b"bridge"
 _POLICIES: dict[str, type[Policy]] = {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Policy:
     """What may be done to a column; made by the functions of `bridge` that bear the policies' names."""
 
@@ -31,6 +33,9 @@ class Policy:
 
     def __init_subclass__(cls) -> None:
         _POLICIES[cls.name] = cls
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         return f"{self.name}({', '.join(repr(value) for value in asdict(self).values())})"
@@ -48,8 +53,10 @@ class Policy:
         """
         values = dict(body)
         kind = _POLICIES.get(values.pop("policy"))
-        if kind is None:
-            raise PolicyError(f"the policy {body['policy']!r} is not known.\n  Upgrade spark-training-bridge.")
+        if kind is None or not values.keys() <= {field.name for field in fields(kind)}:
+            raise PolicyError(
+                f"the policy {body['policy']!r} is not known as {body}.\n  Upgrade spark-training-bridge."
+            )
         return kind(**values)
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
@@ -77,7 +84,7 @@ def marked(field: pa.Field, mark: str) -> pa.Field:
     return field.with_metadata({_MARK: mark.encode()})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cast(Policy):
     """Numbers of another type. Integers must be exact in it, floats and decimals are rounded, nothing overflows."""
 
@@ -89,21 +96,24 @@ class Cast(Policy):
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
         """Cast."""
-        target = pa.type_for_alias(self.to)
-        types = pa.types
+        target, types = pa.type_for_alias(self.to), pa.types
         if not (types.is_integer(field.type) or types.is_floating(field.type) or types.is_decimal(field.type)):
             raise self.refuse(field, "numbers")
+        wider = f"{ways_out(field.name, 'as_float64()')}." if self.to != "float64" else "  Leave it as it is."
         try:
-            cast = column.cast(pa.float64()).cast(target) if self._is_rounded(field.type) else column.cast(target)
-        except pa.ArrowInvalid as exc:
-            raise LossyConversionError(f"column {field.name!r} ({field.type}) cannot be {self.to}: {exc}.") from exc
+            numbers = decimals_to_floats(column) if self._is_rounded(field.type) else column
+            cast = numbers.cast(target)
+        except pa.ArrowInvalid as exc:  # whose text holds the value
+            raise LossyConversionError(
+                f"column {field.name!r} ({field.type}) holds numbers that {self.to} cannot hold exactly.\n{wider}"
+            ) from exc
         if types.is_floating(target):
             lost = pc.sum(pc.is_inf(cast)).as_py() or 0
             lost -= (pc.sum(pc.is_inf(column)).as_py() or 0) if types.is_floating(field.type) else 0
             if lost:
                 raise LossyConversionError(
                     f"column {field.name!r} ({field.type}) holds {lost:,} values too large for {self.to}; they would "
-                    f"become infinite.\n{ways_out(field.name, 'as_float64()')}."
+                    f"become infinite.\n{wider}"
                 )
         return [(pa.field(field.name, target), cast)]
 
@@ -111,7 +121,7 @@ class Cast(Policy):
         return bool(pa.types.is_decimal(arrow) and self.to.startswith("float"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Fill(Policy):
     """A value in the place of NULL."""
 
@@ -119,34 +129,21 @@ class Fill(Policy):
     value: Any
 
     def to_json(self) -> dict[str, Any]:
-        """Return the policy as it stands in a receipt; the value in JSON's types, from which `apply` reads it too."""
-        value = self.value
-        if isinstance(value, bytes):
-            value = {"hex": value.hex()}
-        elif isinstance(value, dt.timedelta):
-            value = {"microseconds": value // dt.timedelta(microseconds=1)}
-        elif isinstance(value, dt.date | decimal.Decimal):
-            value = str(value)
-        return {"policy": self.name, "value": value}
+        """Return the policy as it stands in a receipt: what JSON does not have as text, from which `apply` reads it."""
+        return {"policy": self.name, "value": fill_as_json(self.value)}
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
         """Fill."""
-        value = self.value
-        if isinstance(value, dict):
-            value = bytes.fromhex(value["hex"]) if "hex" in value else dt.timedelta(**value)
         try:
-            if isinstance(value, str) and not pa.types.is_string(field.type):
-                scalar = pa.scalar(value).cast(field.type)
-            else:
-                scalar = pa.scalar(value, field.type)
-                if isinstance(value, float) and value == value and scalar.as_py() != value:
-                    raise ValueError("it would be rounded")
-        except (pa.ArrowException, TypeError, ValueError) as exc:
-            raise PolicyError(f"column {field.name!r} is {field.type}, which cannot hold {value!r}.") from exc
+            scalar = pa.scalar(checked_fill(self.value, field.type), field.type)
+        except (pa.ArrowException, ArithmeticError, TypeError, ValueError) as exc:
+            raise PolicyError(
+                f"column {field.name!r} is {field.type}, which cannot hold {self.value!r} exactly."
+            ) from exc
         return [(field, _filled(column, scalar))]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Mask(Policy):
     """A second, boolean column that says which values are there; 0, False or "" in the place of NULL."""
 
@@ -154,23 +151,15 @@ class Mask(Policy):
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
         """Add the column."""
+        kind = next((kind for kind, is_kind in KINDS.items() if is_kind(field.type)), dict)
+        if kind is dict:
+            raise self.refuse(field, "columns of single values and arrays")
+        zero = pa.scalar(ZEROS[kind], field.type)
         there = pa.field(f"{field.name}__valid", pa.bool_())
-        return [(field, _filled(column, self._zero(field))), (there, column.is_valid())]
-
-    def _zero(self, field: pa.Field) -> pa.Scalar:
-        types = pa.types
-        if types.is_string(field.type) or types.is_binary(field.type):
-            return pa.scalar("").cast(field.type)
-        if types.is_list(field.type):
-            return pa.scalar([], field.type)
-        if types.is_nested(field.type):
-            raise self.refuse(field, "columns of single values and lists")
-        if types.is_decimal(field.type) or types.is_boolean(field.type) or types.is_floating(field.type):
-            return pa.scalar(0).cast(field.type)
-        return pa.scalar(0, pa.int32() if types.is_date32(field.type) else pa.int64()).cast(field.type)
+        return [(field, _filled(column, zero)), (there, column.is_valid())]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class DropNulls(Policy):
     """No rows where the column is NULL: Spark leaves them out before bytes move."""
 
@@ -181,7 +170,7 @@ class DropNulls(Policy):
         return [(field, column)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ToJson(Policy):
     """JSON text in the place of a struct, map, array or variant: Spark writes it."""
 
@@ -192,7 +181,7 @@ class ToJson(Policy):
         return [(field, column)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Dictionary(Policy):
     """Codes of text: Arrow's dictionary type, with one dictionary for the whole table, sorted by code point."""
 
@@ -215,7 +204,7 @@ class Dictionary(Policy):
         return [(pa.field(field.name, arrow), pa.chunked_array(chunks, arrow))]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Flatten(Policy):
     """A column for each field of a struct, named `struct.field`."""
 
@@ -229,27 +218,37 @@ class Flatten(Policy):
         return list(zip(children, column.flatten(), strict=True))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FixedSize(Policy):
     """Arrays of exactly `size` elements."""
 
     name = "fixed_size"
     size: int
 
+    def __post_init__(self) -> None:
+        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
+            raise PolicyError(f"fixed_size was given {self.size!r}; give a whole number, 1 or more.")
+
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
         """Cast to Arrow's list of that size."""
         if not pa.types.is_list(field.type):
             raise self.refuse(field, "arrays")
         arrow = pa.list_(field.type.value_type, self.size)
-        try:
-            return [(pa.field(field.name, arrow), column.cast(arrow))]
-        except pa.ArrowInvalid as exc:
+        lengths = pc.unique(pc.list_value_length(column)).drop_null().to_pylist()
+        if lengths not in ([], [self.size]):
             raise LossyConversionError(
-                f"column {field.name!r} holds arrays that are not of {self.size} elements: {exc}"
-            ) from exc
+                f"column {field.name!r} has arrays of {min(lengths):,} to {max(lengths):,} elements, not {self.size}.\n"
+                f"{ways_out(field.name, 'jagged()', 'offsets()')}."
+            )
+        # pyarrow's cast reads a buffer that is not there where no row of a chunk has elements
+        chunks = [
+            pa.nulls(len(chunk), arrow) if chunk.null_count == len(chunk) else chunk.cast(arrow)
+            for chunk in column.chunks
+        ]
+        return [(pa.field(field.name, arrow), pa.chunked_array(chunks, arrow))]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Mark(Policy):
     """A form that is given to the column when it is handed over."""
 
@@ -261,19 +260,18 @@ class Mark(Policy):
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
         """Mark the field."""
-        wanted = _MARKS[self.mark]
-        is_vector = mark_of(field) == VECTOR
-        is_list = pa.types.is_list(field.type) and not is_vector
-        if not {"arrays": is_list, "vectors of pyspark.ml": is_vector, "strings": pa.types.is_string(field.type)}[
-            wanted
-        ]:
+        wanted, fits = _MARKS[self.mark]
+        if not fits(field):
             raise self.refuse(field, wanted)
         return [(marked(field, self.mark), column)]
 
 
-# how arrow_schema marks pyspark.ml's vectors
-VECTOR = "vector"
-_MARKS = {"jagged": "arrays", "offsets": "arrays", "sparse": "vectors of pyspark.ml", "cached_file": "strings"}
+_MARKS: dict[str, tuple[str, Callable[[pa.Field], bool]]] = {
+    "jagged": ("arrays", lambda field: pa.types.is_list(field.type)),
+    "offsets": ("arrays", lambda field: pa.types.is_list(field.type)),
+    "sparse": ("vectors of pyspark.ml", lambda field: mark_of(field) == VECTOR),
+    "cached_file": ("strings", lambda field: pa.types.is_string(field.type)),
+}
 
 
 def as_float32() -> Policy:
@@ -316,7 +314,10 @@ def dictionary() -> Policy:
 
 
 def to_json() -> Policy:
-    """JSON text, written by Spark, for structs, maps, arrays and variants."""
+    """JSON text, written by Spark, for structs, maps, arrays and variants.
+
+    The embedded engine leaves fields out that are NULL; Apache Spark writes them as null.
+    """
     return ToJson()
 
 
@@ -348,30 +349,6 @@ def sparse() -> Policy:
 def cached_file() -> Policy:
     """Paths of files on a volume become paths of local copies, made when rows are handed over."""
     return Mark("cached_file")
-
-
-def dense_vectors(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return pyspark.ml's vectors, structs of (type, size, indices, values), as lists of float64."""
-    rows = column.combine_chunks()
-    if isinstance(rows, pa.ChunkedArray):
-        rows = pa.concat_arrays(rows.chunks)
-    kinds, sizes, indices, values = (rows.field(i) for i in range(4)) if rows.offset == 0 else rows.flatten()
-    is_dense = pc.fill_null(pc.equal(kinds, 1), fill_value=False).to_numpy(zero_copy_only=False)
-    is_null = rows.is_null().to_numpy(zero_copy_only=False)
-    counts = pc.fill_null(pc.list_value_length(values), 0).to_numpy()
-    lengths = np.where(is_dense, counts, pc.fill_null(sizes, 0).to_numpy())
-    lengths[is_null] = 0
-    counts = np.where(is_null, 0, counts)
-    bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-    # each given value: its row, its place in that row, and where the row begins
-    row_of = np.repeat(np.arange(len(counts)), counts)
-    place = np.arange(len(row_of)) - np.repeat(np.cumsum(counts) - counts, counts)
-    from_sparse = ~is_dense[row_of]
-    place[from_sparse] = pc.list_flatten(pc.if_else(pa.array(is_dense | is_null), None, indices)).to_numpy()
-    out = np.zeros(bounds[-1])
-    out[bounds[row_of] + place] = pc.list_flatten(pc.if_else(pa.array(is_null), None, values)).to_numpy()
-    starts = pa.array(bounds.astype(np.int32), mask=np.append(is_null, False))
-    return pa.chunked_array([pa.ListArray.from_arrays(starts, pa.array(out))])
 
 
 def _filled(column: pa.ChunkedArray, value: pa.Scalar) -> pa.ChunkedArray:

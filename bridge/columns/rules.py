@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import datetime as dt
-import decimal
+import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,35 +11,24 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from bridge.columns.fills import KINDS
 from bridge.columns.policies import (
     VECTOR,
     Column,
     Dictionary,
     DropNulls,
+    Fill,
+    Mask,
     Policy,
     ToJson,
-    dense_vectors,
     mark_of,
 )
+from bridge.columns.vectors import dense_vectors
 from bridge.display import did_you_mean
 from bridge.errors import PolicyError
 
 Policies = Mapping[Any, Policy | Sequence[Policy]]
 
-# A type of Python as a key stands for all columns of these Arrow types that are not named themselves.
-_KINDS: dict[type, Callable[[pa.DataType], bool]] = {
-    bool: pa.types.is_boolean,
-    int: pa.types.is_integer,
-    float: pa.types.is_floating,
-    str: pa.types.is_string,
-    bytes: pa.types.is_binary,
-    decimal.Decimal: pa.types.is_decimal,
-    dt.date: pa.types.is_date,
-    dt.datetime: pa.types.is_timestamp,
-    dt.timedelta: pa.types.is_duration,
-    list: pa.types.is_list,
-    dict: pa.types.is_struct,
-}
 _MOST_VALUES = 1_000_000
 
 
@@ -48,7 +37,7 @@ class Rules:
 
     Attributes:
         source: The types before any policy.
-        policies: The policies of each column, by its name; a column that a policy makes may have some too.
+        policies: The policies of each column, by its name; a part of a struct that is flattened may have some too.
     """
 
     def __init__(self, source: pa.Schema, policies: Mapping[str, tuple[Policy, ...]]) -> None:
@@ -67,14 +56,16 @@ class Rules:
         Raises:
             PolicyError: A key is no column and no type, a value no policy, or a policy is not for its column's type.
         """
-        by_key = {key: check_policies(key, value) for key, value in (given or {}).items()}
+        by_key = _checked(given)
         rules = cls(source, {})
         seen: set[str] = set()
 
         def find(field: pa.Field) -> tuple[Policy, ...]:
             seen.add(field.name)
             if field.name not in rules.policies:
-                kinds = [kind for kind in by_key if isinstance(kind, type) and _KINDS[kind](field.type)]
+                # a vector is a struct to Arrow alone
+                is_kind = mark_of(field) != VECTOR
+                kinds = [kind for kind in by_key if isinstance(kind, type) and is_kind and KINDS[kind](field.type)]
                 rules.policies[field.name] = by_key.get(field.name) or (by_key[kinds[0]] if kinds else ())
             return rules.policies[field.name]
 
@@ -134,8 +125,10 @@ class Rules:
         found: dict[str, pa.Array] = {}
         if not self.unbound:
             return self
+        before = self._before_dictionaries()
         for table in rows():
-            for name, column in self._before_dictionaries(table).items():
+            made = before.apply(table.select(before.source.names))
+            for name, column in ((name, made.column(name)) for name in self.unbound):
                 known = pc.unique(column).drop_null() if name not in found else None
                 both = known if known is not None else pc.unique(pa.chunked_array([found[name], *column.chunks]))
                 found[name] = both.drop_null()
@@ -165,33 +158,40 @@ class Rules:
         made: list[Column] = []
         for field, column in zip(self.source, table.columns, strict=True):
             made += _follow(field, column, find)
-        names = [field.name for field, _ in made]
-        for name in names:
-            if names.count(name) > 1:
-                raise PolicyError(f"two columns would be named {name!r}.\n  Rename one in a DataFrame, and load that.")
+        names = Counter(field.name.lower() for field, _ in made)
+        for field, _ in made:
+            if names[field.name.lower()] > 1:
+                raise PolicyError(
+                    f"two columns would be named {field.name!r} (without regard to case).\n"
+                    "  Rename one in a DataFrame, and load that."
+                )
         return pa.Table.from_arrays([column for _, column in made], schema=pa.schema([field for field, _ in made]))
 
-    def _before_dictionaries(self, table: pa.Table) -> dict[str, pa.ChunkedArray]:
-        """Return the columns that are to have dictionaries, as the policies before that make them."""
+    def _before_dictionaries(self) -> Rules:
+        """Return the rules that give the columns which are to have dictionaries, and need no other columns."""
         unbound = self.unbound
-
-        def find(field: pa.Field) -> tuple[Policy, ...]:
-            policies = self.policies.get(field.name, ())
-            is_dictionary = [isinstance(policy, Dictionary) for policy in policies]
-            return policies[: is_dictionary.index(True)] if any(is_dictionary) else policies
-
-        made = self.apply(table, find)
-        return {name: made.column(name) for name in unbound}
+        needed = [field for field in self.source if any(f"{name}.".startswith(f"{field.name}.") for name in unbound)]
+        policies = {
+            name: tuple(itertools.takewhile(lambda policy: not isinstance(policy, Dictionary), given))
+            for name, given in self.policies.items()
+        }
+        return Rules(pa.schema(needed), policies)
 
 
-def check_policies(key: Any, value: Any) -> tuple[Policy, ...]:
-    """Return the policies that were given for a column or type.
+def _checked(given: Any) -> dict[Any, tuple[Policy, ...]]:
+    """Return the policies that were given for each column or type.
 
     Raises:
-        PolicyError: They are none, or the key is not one.
+        PolicyError: They are none, or a key is not one.
     """
-    if not isinstance(key, str) and key not in _KINDS:
-        known = ", ".join(kind.__name__ for kind in _KINDS)
+    if not isinstance(given or {}, Mapping):
+        raise PolicyError(f'policies is {given!r}; give a dict: {{"column": bridge.fill(0)}}.')
+    return {key: _checked_one(key, value) for key, value in (given or {}).items()}
+
+
+def _checked_one(key: Any, value: Any) -> tuple[Policy, ...]:
+    if not isinstance(key, str) and key not in KINDS:
+        known = ", ".join(kind.__name__ for kind in KINDS)
         raise PolicyError(f"policies has the key {key!r}; give the name of a column, or one of the types {known}.")
     policies = (value,) if isinstance(value, Policy) else value
     if not (isinstance(policies, Sequence) and policies and all(isinstance(policy, Policy) for policy in policies)):
@@ -207,13 +207,15 @@ def by_spark(given: Policies | None) -> tuple[list[str], list[str]]:
     """
     drop: list[str] = []
     to_json: list[str] = []
-    for key, value in (given or {}).items():
-        for policy in check_policies(key, value):
+    for key, policies in _checked(given).items():
+        for policy in policies:
             if isinstance(policy, DropNulls | ToJson):
                 if not isinstance(key, str):
                     raise PolicyError(f"{policy} is done by Spark before types are known: name its columns.")
                 (drop if isinstance(policy, DropNulls) else to_json).append(key)
-    return drop, to_json
+        if key in drop and any(isinstance(policy, Fill | Mask) for policy in policies):
+            raise PolicyError(f"policies[{key!r}] both drops the rows where it is NULL and keeps them: choose one.")
+    return sorted(drop), sorted(to_json)
 
 
 def _follow(field: pa.Field, column: pa.ChunkedArray, find: Callable[[pa.Field], tuple[Policy, ...]]) -> list[Column]:
@@ -225,5 +227,5 @@ def _follow(field: pa.Field, column: pa.ChunkedArray, find: Callable[[pa.Field],
         field, column = first, changed
         beside += more
     if mark_of(field) == VECTOR:
-        field, column = pa.field(field.name, pa.list_(pa.float64())), dense_vectors(column)
+        field, column = pa.field(field.name, pa.list_(pa.float64())), dense_vectors(column, field.name)
     return [(field, column), *beside]

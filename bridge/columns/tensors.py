@@ -59,12 +59,12 @@ def field_to_torch(column: pa.ChunkedArray, field: pa.Field) -> Any:
 
     name, mark = field.name, mark_of(field)
     if mark in ("jagged", "offsets"):
+        if not has_array_form(element_type(column.type)):
+            raise _no_tensor(column.type, name)
         values, bounds = split(column, name)
         elements, offsets = column_to_torch(values, name), torch.from_numpy(bounds)
         if mark == "offsets":
             return elements, offsets
-        if isinstance(elements, list):
-            raise _no_tensor(column.type, name)
         return torch.nested.nested_tensor_from_jagged(elements, offsets=offsets)
     return _sparse(column, name) if mark == "sparse" else column_to_torch(column, name)
 
@@ -91,7 +91,7 @@ def column_to_torch(column: pa.ChunkedArray, name: str) -> Any:
         elements = column_to_torch(flat, name)
         return elements.reshape(len(column), size, *elements.shape[1:])
     if types.is_dictionary(arrow):
-        column = codes_of(column)
+        column = codes_of(column, name)
     elif types.is_temporal(arrow):
         if column.null_count:
             raise nulls_error(column, name, "a tensor of int64")
@@ -146,17 +146,15 @@ def _sparse(column: pa.ChunkedArray, name: str) -> torch.Tensor:
     places = np.stack([row_of, np.concatenate([np.empty(0, np.int64), *at])])
     shape = (len(column), sizes.pop() if sizes else 0)
     elements = torch.from_numpy(np.concatenate([np.empty(0), *values]))
-    return torch.sparse_coo_tensor(torch.from_numpy(places), elements, shape, is_coalesced=True, check_invariants=True)
+    return torch.sparse_coo_tensor(torch.from_numpy(places), elements, shape, check_invariants=True).coalesce()
 
 
 def _no_tensor(arrow: pa.DataType, name: str) -> LossyConversionError:
     types = pa.types
     if types.is_decimal(arrow):
         ways = ["as_float64()"]
-    elif types.is_map(arrow):
-        ways = ["to_json()"]
     else:
-        ways = ["to_json()", "flatten()"] if types.is_struct(element_type(arrow)) else ["to_json()"]
+        ways = ["to_json()", "flatten()"] if types.is_struct(arrow) else ["to_json()"]
     return LossyConversionError(
         f"column {name!r} is {arrow}, which no tensor holds exactly.\n"
         f"{ways_out(name, *ways)}, leave it out with columns=, or use to_numpy() or to_huggingface()."
@@ -174,11 +172,12 @@ def to_torch_matrix(
     matrix, _ = to_matrix(table, features, None, wanted)
     if label is None:
         return torch.from_numpy(matrix), None
-    target = column_to_torch(pick_column(table, label), label)
+    chosen = pick_column(table, label)
+    is_text = pa.types.is_string(chosen.type)
+    target = column_to_torch(chosen, label)
     if not isinstance(target, torch.Tensor):
-        raise LossyConversionError(
-            f"label {label!r} holds strings or binary, which no tensor holds.\n{ways_out(label, 'dictionary()')}."
-        )
+        way = f"{ways_out(label, 'dictionary()')}." if is_text else "  Make numbers of it in Spark."
+        raise LossyConversionError(f"label {label!r} is {chosen.type}, which makes no tensor of labels.\n{way}")
     return torch.from_numpy(matrix), target
 
 

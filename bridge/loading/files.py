@@ -52,10 +52,10 @@ def _fetched(paths: list[str | None], epoch: Epoch) -> list[str | None]:
         storage: Storage = open_place(folder or "/")
         return str(epoch.fetch(storage, name))
 
-    wanted = sorted({path for path in paths if path is not None})
+    wanted = sorted({path for path in paths if path})
     with ThreadPoolExecutor(_THREADS, "bridge-files") as threads:
         local = dict(zip(wanted, threads.map(fetch, wanted), strict=True))
-    return [None if path is None else local[path] for path in paths]
+    return [local[path] if path else path for path in paths]  # a mask puts "" in the place of NULL
 
 
 @functools.cache

@@ -102,5 +102,6 @@ def stream_row_groups(row_groups: list[tuple[Path, Manifest, Rules, int]]) -> It
     """Yield a key and the rows of each row group (folder, manifest, rules, index), as datasets streams them."""
     opened: dict[Path, ExportedRowGroups] = {}
     for folder, manifest, rules, index in row_groups:
-        groups = opened.setdefault(folder, ExportedRowGroups(folder, manifest, rules))
-        yield str(index), to_features(local_files(groups.read(index)))
+        if folder not in opened:
+            opened[folder] = ExportedRowGroups(folder, manifest, rules)
+        yield str(index), to_features(local_files(opened[folder].read(index)))

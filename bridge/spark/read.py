@@ -159,6 +159,13 @@ def _interrupt(spark: SparkSession, tag: str) -> None:
         spark.interruptTag(tag)
 
 
+def _rows(frame: Any) -> pa.Table:
+    # toArrow() refuses NULLs in vectors of pyspark.ml
+    client = frame.sparkSession.client
+    items = client.to_table_as_iterator(frame._plan.to_proto(client), frame._plan.observations)
+    return pa.concat_tables([item for item in items if isinstance(item, pa.Table)])
+
+
 def run_within(frame: DataFrame, timeout_s: float) -> pa.Table | None:
     """Return the rows of a small result, None (and stop it on the server) where it takes longer than `timeout_s`."""
     outcome: list[pa.Table | BaseException] = []
@@ -169,7 +176,7 @@ def run_within(frame: DataFrame, timeout_s: float) -> pa.Table | None:
         spark.addTag(tag)
         try:
             with quiet():
-                outcome.append(frame.toArrow())
+                outcome.append(_rows(frame))
         except BaseException as exc:  # noqa: BLE001 - carried to the caller, who raises it
             outcome.append(exc)
         finally:

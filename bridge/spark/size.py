@@ -60,7 +60,7 @@ def measure(source: Source, max_bytes: int) -> Size:
             return _with_limit(Size(None, told), source.limit)
         width, width_from = _width(source, rows, max_bytes)
         size = _with_limit(Size(rows, told, width, width_from), source.limit)
-        if source.where is None:
+        if not source.is_filtered:
             return size
         bound = Size(size.num_rows, f"{size.rows_from}, before the filter", width, width_from, is_bound=True)
         if (bound.num_bytes or 0) <= max_bytes:
@@ -84,7 +84,7 @@ def _unfiltered_rows(source: Source) -> tuple[int | None, str]:
             return rows, "counted from the Delta log"
         return None, f"the table could not be counted within {COUNT_TIMEOUT_S:.0f} s"
     # Sail shows a limit's input as the limit's own rows, so the plan is asked without it.
-    if source.where is None:
+    if not source.is_filtered:
         rows = source.engine.exact_rows(_explain(source.unfiltered))
         if rows is not None:
             return rows, "known to the query plan"

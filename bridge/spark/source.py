@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
-from bridge.errors import EngineError, SourceError, SourceNotFoundError
+from bridge.errors import EngineError, PolicyError, SourceError, SourceNotFoundError
 from bridge.spark.arrow import arrow_schema
 from bridge.spark.channel import answer_within, is_refused
 from bridge.spark.engines import Engine, Pin
@@ -52,7 +52,7 @@ class Source:
 
     `frame` reads what was asked for; `unfiltered` reads the same columns without `where` and `limit`. `pin.version` is
     None for everything but Delta tables. A private view that pins a plan is dropped by `close`. `dropped` gives the
-    rows that are left out for their NULLs; `as_json` are the columns that are read as JSON text.
+    rows that are left out for their NULLs, None where that was not asked for.
     """
 
     spark: SparkSession
@@ -69,7 +69,11 @@ class Source:
     is_repeatable: bool = True
     view: str | None = None
     dropped: DataFrame | None = field(default=None, repr=False)
-    as_json: tuple[str, ...] = ()
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether `frame` may have fewer rows than `unfiltered`, but for the limit."""
+        return self.where is not None or self.dropped is not None
 
     @property
     def spark_schema(self) -> StructType:
@@ -117,9 +121,7 @@ def resolve(
     found = _find(source, spark, engine, *asked, volume_root)
     try:
         chosen = _choose_columns(found.frame.columns, columns, found.name)
-        for name in (*drop_nulls, *to_json):
-            if name not in chosen:
-                raise SourceNotFoundError(f"policies names {name!r}, which is not read.\n  {near(name, list(chosen))}")
+        _check_policies(found.frame, chosen, drop_nulls, to_json)
         unfiltered = _select(found.frame, chosen, to_json)
         frame = found.frame if where is None else _filtered(found.frame, where, found.name)
         text, repeatable = _where_text(where)
@@ -127,12 +129,11 @@ def resolve(
         if drop_nulls:
             there = " AND ".join(f"{quote(name)} IS NOT NULL" for name in drop_nulls)
             frame, dropped = frame.filter(there), frame.filter(f"NOT ({there})")
-            text = there if text is None else f"({text}) AND {there}"
-        frame = unfiltered if text is None else _select(frame, chosen, to_json)
+        frame = unfiltered if frame is found.frame else _select(frame, chosen, to_json)
         frame = frame if limit is None else frame.limit(limit)
         resolved = Source(
             spark, engine, found.name, found.kind, found.location, found.pin, chosen, text, limit,
-            frame, unfiltered, repeatable, found.view, dropped, tuple(to_json),
+            frame, unfiltered, repeatable, found.view, dropped,
         )  # fmt: skip
         with translated(found.name):
             _ = resolved.schema
@@ -370,6 +371,22 @@ def _choose_columns(have: list[str], asked: Sequence[str] | None, name: str) -> 
             raise SourceError(f"columns names {column!r} twice.")
         chosen.append(spelled[column.lower()])
     return tuple(chosen)
+
+
+def _check_policies(
+    frame: DataFrame, columns: tuple[str, ...], drop_nulls: Sequence[str], to_json: Sequence[str]
+) -> None:
+    from pyspark.sql.types import ArrayType, MapType, StructType, VariantType
+
+    for name in (*drop_nulls, *to_json):
+        if name not in columns:
+            raise PolicyError(f"policies names {name!r}, which is not read.\n  {near(name, list(columns))}".rstrip())
+    for name in to_json:
+        kind = frame.schema[name].dataType
+        if not isinstance(kind, StructType | MapType | ArrayType | VariantType):
+            raise PolicyError(
+                f"column {name!r} is {kind.simpleString()}; to_json() is for structs, maps, arrays and variants."
+            )
 
 
 def _select(frame: DataFrame, columns: tuple[str, ...], to_json: Sequence[str] = ()) -> DataFrame:

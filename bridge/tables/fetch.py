@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from bridge.columns.rules import Rules
 from bridge.display import format_bytes, format_count
 from bridge.errors import TableTooLargeError, VolumeError
 from bridge.progress import progress_bar
@@ -115,11 +114,8 @@ def _export(prepared: Prepared) -> Table:
             row_bytes=prepared.size.row_bytes,
             rules=prepared.rules,
         )
-    # an export that is reused may have been made with other policies, but for dictionaries, which are its own
-    stored = Rules.from_json(manifest.schema, manifest.receipt.get("policies", {}))
-    rules = stored if prepared.rules.unbound else prepared.rules
     return Table.exported(
-        folder, manifest, rules, plan=prepared.plan, client_max_bytes=prepared.settings.client_max_bytes
+        folder, manifest, plan=prepared.plan, client_max_bytes=prepared.settings.client_max_bytes
     )  # fmt: skip
 
 

@@ -17,7 +17,8 @@ class Plan:
 
     `num_rows` and `num_bytes` (of Arrow memory) are None where unknown, and upper bounds where `is_bound`. `version` is
     None where none is held fast; `pin_reason` says why. `volume` is where an export would go; `reuses` is the complete
-    export that would be taken instead of a new one; `dropped` how many rows drop_nulls() leaves out, None without it.
+    export that would be taken instead of a new one; `num_dropped` how many rows are left out
+    because one of the columns `drops_nulls` is NULL, None where that took too long to count.
     """
 
     source: str
@@ -39,7 +40,8 @@ class Plan:
     reuses: str | None
     reuse_reason: str
     types: TypeContract
-    dropped: str | None = None
+    drops_nulls: tuple[str, ...] = ()
+    num_dropped: int | None = None
 
     def _rows(self) -> list[tuple[str, str]]:
         at_most = "at most " if self.is_bound else ""
@@ -55,13 +57,19 @@ class Plan:
             ("limit", None if self.limit is None else format_count(self.limit)),
             ("version", f"{version} ({self.pin_reason})"),
             ("rows", f"{rows} ({self.rows_from})"),
-            ("rows dropped for NULLs", self.dropped),
+            ("rows dropped", self._dropped()),
             ("bytes in memory", f"{size} ({self.bytes_from})"),
             ("route", f"{self.route}: {self.reason}"),
         ]
         if self.route == "export":
             lines += [("volume", self.volume or "none"), ("export", self.reuse_reason)]
         return [(name, text) for name, text in lines if text is not None]
+
+    def _dropped(self) -> str | None:
+        if not self.drops_nulls:
+            return None
+        count = "not counted within 10 s" if self.num_dropped is None else format_count(self.num_dropped)
+        return f"{count} (NULL in {' or '.join(self.drops_nulls)})"
 
     def __str__(self) -> str:
         return plain_table(["plan", ""], self._rows())

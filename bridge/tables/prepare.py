@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from bridge.columns.contract import type_contract
 from bridge.columns.rules import Policies, Rules, by_spark
 from bridge.config import Settings, collect_ceiling, data_folder, load_settings
-from bridge.display import format_count
 from bridge.errors import SourceError, VolumeError
 from bridge.manifest import Manifest
 from bridge.spark.connect import Connection, attach
@@ -114,17 +113,12 @@ def prepare(
             reuses=str(reusable[0]) if reusable and chosen == "export" else None,
             reuse_reason=f"reused: {reusable[0]}" if reusable else why_not or "new: none of this version is there",
             types=type_contract(rules.schema, spark_types(resolved), rules),
-            dropped=None if resolved.dropped is None else _count_dropped(resolved.dropped),
+            drops_nulls=tuple(drop_nulls),
+            num_dropped=None if resolved.dropped is None else count_rows(resolved.dropped),
         )
         yield Prepared(
             plan, resolved, connection, size, place, reusable, known, rules, *sizes, settings, auto=route == "auto"
         )  # fmt: skip
-
-
-def _count_dropped(rows: DataFrame) -> str:
-    """Return how many rows are left out for their NULLs, before any limit."""
-    counted = count_rows(rows)
-    return "not counted within 10 s" if counted is None else format_count(counted)
 
 
 def _volume(settings: Settings, connection: Connection) -> Place | None:

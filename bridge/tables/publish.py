@@ -48,10 +48,7 @@ def shape(shard_bytes: int | str, row_group_bytes: int | str) -> tuple[int, int]
 def identity(
     source: Source, connection: Connection, rules: Rules, shard_bytes: int, row_group_bytes: int
 ) -> tuple[str | None, str]:
-    """Return what is equal for two exports of the same rows in the same shape, or None; and the reason for None.
-
-    Policies that are applied when rows are read make no other export, unless they need dictionaries.
-    """
+    """Return what is equal for two exports of the same rows in the same shape, or None; and the reason for None."""
     if source.pin.version is None or source.pin.fingerprint is None:
         return None, f"not reused: {source.pin.reason}"
     if not source.is_repeatable:
@@ -60,11 +57,10 @@ def identity(
     location = source.location
     if location is not None and location.startswith("/"):
         location = os.path.realpath(location)
-    dictionaries = rules.to_json() if rules.unbound else None
     facts = [
         FORMAT_VERSION, connection.address, connection.user, connection.time_zone,
         source.name, location, source.pin.version,
-        source.pin.fingerprint, source.columns, source.where, source.limit, source.as_json, dictionaries,
+        source.pin.fingerprint, source.columns, source.where, source.limit, rules.to_json(),
         shard_bytes, row_group_bytes,
     ]  # fmt: skip
     return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest(), ""

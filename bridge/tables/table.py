@@ -82,14 +82,12 @@ class Table:
 
     @classmethod
     def exported(
-        cls, folder: Path, manifest: Manifest, rules: Rules | None = None, *, plan: Plan | None = None,
-        client_max_bytes: int | None = None,
-    ) -> Table:  # fmt: skip
-        """Return a table over the shards in `folder`, by the policies it was made with where none are given."""
-        rules = rules or Rules.from_json(manifest.schema, manifest.receipt.get("policies", {}))
-        receipt = {**manifest.receipt, "policies": rules.to_json()}
+        cls, folder: Path, manifest: Manifest, *, plan: Plan | None = None, client_max_bytes: int | None = None
+    ) -> Table:
+        """Return a table over the shards in `folder`, with the policies they were exported with."""
+        rules = Rules.from_json(manifest.schema, manifest.receipt.get("policies", {}))
         return cls(
-            ExportedRowGroups(folder, manifest, rules), rules, plan=plan, receipt=receipt, path=str(folder),
+            ExportedRowGroups(folder, manifest, rules), rules, plan=plan, receipt=manifest.receipt, path=str(folder),
             manifest=manifest, client_max_bytes=client_max_bytes,
         )  # fmt: skip
 
@@ -250,7 +248,13 @@ class Table:
         if not (self.manifest is not None if streaming is None else streaming):
             return to_dataset(self.to_arrow(), self._rules.categories)
         if self.manifest is None:
-            return to_dataset(self.to_arrow(), self._rules.categories).to_iterable_dataset()
+            dataset = to_dataset(self.to_arrow(), self._rules.categories)
+            # datasets cannot split no rows into one part
+            return (
+                dataset.to_iterable_dataset()
+                if len(dataset)
+                else to_iterable_dataset(self.schema, self._rules.categories, stream_row_groups, row_groups=[])
+            )
         count = len(self._row_groups.row_counts)
         row_groups = [(Path(self.path or ""), self.manifest, self._rules, index) for index in range(count)]
         return to_iterable_dataset(self.schema, self._rules.categories, stream_row_groups, row_groups=row_groups)

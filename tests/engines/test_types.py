@@ -373,7 +373,7 @@ def test_rows_with_nulls_are_dropped_and_counted(engine: Any, route: str, tmp_pa
     table = engine.load(source, policies=policies, route=route, volume=tmp_path)
     some = engine.load(source, policies={"a": bridge.drop_nulls()}, where="id < 30", route=route, volume=tmp_path)
 
-    assert plan.dropped == table.plan.dropped == str(60 - len(right))
+    assert plan.num_dropped == table.plan.num_dropped == 60 - len(right)
     assert f"rows dropped for NULLs  {60 - len(right)}" in str(plan)
     assert table.num_rows == table.receipt["num_rows"] == len(right)
     assert sorted(table.to_numpy()["a"].tolist()) == right
@@ -545,3 +545,56 @@ def test_values_in_the_place_of_null(engine: Any, policy: str, route: str, tmp_p
             if valid != [value is not None for value in right[kind.name]]:
                 wrong[f"{kind.name}__valid"] = str(valid)
     assert not wrong, wrong
+
+
+def test_vectors_of_pyspark_ml_may_be_null(engine: EngineUnderTest, route: str, tmp_path: Path) -> None:
+    from pyspark.ml.linalg import Vectors
+
+    rows = [(1, Vectors.dense([1.0, 2.0])), (2, Vectors.sparse(2, [1], [3.0])), (3, None)]
+    frame = engine.spark.createDataFrame(rows, ["id", "v"])
+
+    table = engine.load(frame, route=route, volume=tmp_path)
+    there = engine.load(frame, route=route, volume=tmp_path, policies={"v": bridge.drop_nulls()})
+
+    assert sorted(table.to_arrow().to_pylist(), key=lambda row: row["id"]) == [
+        {"id": 1, "v": [1.0, 2.0]}, {"id": 2, "v": [0.0, 3.0]}, {"id": 3, "v": None},
+    ]  # fmt: skip
+    assert sorted(there.to_torch()["v"].tolist()) == [[0.0, 3.0], [1.0, 2.0]]
+
+
+@pytest.mark.parametrize(
+    ("policies", "says"),
+    [
+        ({"n": "to_json"}, r"column 'n' is bigint; to_json\(\) is for structs, maps, arrays and variants"),
+        ({"m": "to_json"}, r"policies names 'm', which is not read"),
+        ({"m": "drop_nulls"}, r"policies names 'm', which is not read"),
+        ({"m": "mask"}, r"policies names 'm', which is no column"),
+    ],
+    ids=str,
+)
+def test_a_policy_that_does_not_fit_is_refused_by_the_plan(
+    engine: EngineUnderTest, policies: dict[str, str], says: str
+) -> None:
+    frame = engine.spark.range(3).selectExpr("id AS n")
+    given = {name: getattr(bridge, policy)() for name, policy in policies.items()}
+
+    with pytest.raises(bridge.PolicyError, match=says):
+        bridge.plan_table(frame, spark=engine.spark, policies=given)
+
+
+def test_an_export_is_reused_with_the_policies_it_was_made_with(engine: EngineUnderTest, tmp_path: Path) -> None:
+    rows = engine.spark.range(6).selectExpr("id", "IF(id % 2 = 0, id, NULL) AS n", "named_struct('a', id) AS s")
+    name = engine.save(rows)
+
+    def export(**arguments: Any) -> bridge.Table:
+        return bridge.export_table(name, tmp_path, spark=engine.spark, **arguments)
+
+    plain, filled = export(), export(policies={"n": bridge.fill(-1), "s": bridge.to_json()})
+
+    assert export().path == plain.path
+    assert export(policies={"s": bridge.to_json(), "n": bridge.fill(-1)}).path == filled.path != plain.path
+    assert export(policies={"n": bridge.fill(-2), "s": bridge.to_json()}).path != filled.path
+    for table in (filled, bridge.open_export(filled.path)):
+        assert table.to_torch()["n"].tolist().count(-1) == 3
+        assert sorted(table.to_torch()["s"])[0] == '{"a":0}'
+    assert plain.to_arrow()["n"].null_count == bridge.open_export(plain.path).to_arrow()["n"].null_count == 3

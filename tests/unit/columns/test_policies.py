@@ -16,8 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bridge
-from bridge.columns.arrays import to_numpy
+from bridge.columns.arrays import to_matrix, to_numpy
 from bridge.columns.contract import type_contract
+from bridge.columns.decimals import decimals_to_floats
 from bridge.columns.frames import to_pandas
 from bridge.columns.policies import VECTOR, Policy, marked
 from bridge.columns.rules import Policies, Rules, by_spark
@@ -79,13 +80,13 @@ def test_a_policy_gives_the_value_that_it_says(arrow: pa.DataType, values: Any, 
 @pytest.mark.parametrize(
     ("arrow", "values", "policy", "says"),
     [
-        (pa.int64(), [2**53 + 1], bridge.as_float64(), r"column 'c' \(int64\) cannot be float64"),
-        (pa.int32(), [2**24 + 1], bridge.as_float32(), r"column 'c' \(int32\) cannot be float32"),
+        (pa.int64(), [2**53 + 1], bridge.as_float64(), r"column 'c' \(int64\) holds numbers that float64 cannot"),
+        (pa.int32(), [2**24 + 1], bridge.as_float32(), r"holds numbers that float32 cannot .*\n.*as_float64\(\)"),
         (pa.float64(), [1e39, -1e39, 1.0], bridge.as_float32(), r"holds 2 values too large for float32"),
-        (pa.decimal128(5, 2), [D("1.50")], bridge.as_int64(), r"cannot be int64"),
-        (pa.decimal128(38, 0), [D(2**63)], bridge.as_int64(), r"cannot be int64"),
-        (pa.float64(), [1.5], bridge.as_int64(), r"cannot be int64"),
-        (pa.list_(pa.int32()), [[1], [1, 2]], bridge.fixed_size(2), r"holds arrays that are not of 2 elements"),
+        (pa.decimal128(5, 2), [D("1.50")], bridge.as_int64(), r"holds numbers that int64 cannot hold exactly"),
+        (pa.decimal128(38, 0), [D(2**63)], bridge.as_int64(), r"holds numbers that int64 cannot hold exactly"),
+        (pa.float64(), [1.5], bridge.as_int64(), r"holds numbers that int64 cannot hold exactly"),
+        (pa.list_(pa.int32()), [[1], [1, 2]], bridge.fixed_size(2), r"has arrays of 1 to 2 elements, not 2"),
     ],
     ids=str,
 )
@@ -117,10 +118,87 @@ def test_a_policy_is_refused_before_rows_are_there_where_it_does_not_fit(arrow: 
         Rules.choose(pa.schema([("c", arrow)]), {"c": policy})
 
 
-@pytest.mark.parametrize("value", ["x", 1.5, 2**40, object()], ids=repr)
-def test_a_fill_is_of_the_columns_type(value: Any) -> None:
-    with pytest.raises(PolicyError, match=r"column 'c' is int32, which cannot hold"):
-        Rules.choose(pa.schema([("c", pa.int32())]), {"c": bridge.fill(value)})
+UTC_US, NAIVE_US = pa.timestamp("us", "UTC"), pa.timestamp("us")
+NOON = dt.datetime(2020, 1, 1, 12)
+
+
+@pytest.mark.parametrize(
+    ("arrow", "value"),
+    [
+        *[(pa.int32(), value) for value in ("x", 1.5, D("5.5"), 2**40, 2**70, True, None, {"a": 1}, object())],
+        (pa.list_(pa.int32()), [1.5]),
+        (pa.list_(pa.float32()), [1e300]),
+        (pa.float64(), True),
+        (pa.float64(), 2**60 + 1),
+        (pa.float32(), 1e300),
+        (pa.date32(), NOON),
+        (UTC_US, NOON),
+        (NAIVE_US, NOON.replace(tzinfo=dt.UTC)),
+        (pa.string(), b"a"),
+        (pa.decimal128(5, 2), D("1.255")),
+        (pa.struct([("a", pa.int64())]), []),
+        (pa.map_(pa.string(), pa.int64()), [("a", 1.7)]),
+    ],
+    ids=str,
+)
+def test_a_fill_is_of_the_columns_type_and_exact(arrow: pa.DataType, value: Any) -> None:
+    with pytest.raises(PolicyError, match=r"column 'c' is .*, which cannot hold .* exactly"):
+        Rules.choose(pa.schema([("c", arrow)]), {"c": bridge.fill(value)})
+
+
+@pytest.mark.parametrize(
+    ("arrow", "value", "held"),
+    [
+        (pa.float32(), 0.1, float(np.float32(0.1))),
+        (pa.float64(), D("0.5"), 0.5),
+        (pa.float64(), math.inf, math.inf),
+        (pa.int64(), np.int64(3), 3),
+        (pa.list_(pa.decimal128(5, 1)), [D("1.5")], [D("1.5")]),
+        (NAIVE_US, NOON, NOON),
+    ],
+    ids=str,
+)
+def test_a_fill_may_be_of_a_kind_that_the_column_holds(arrow: pa.DataType, value: Any, held: Any) -> None:
+    assert applied(column([None], arrow), {"c": bridge.fill(value)})["c"].to_pylist() == [held]
+
+
+def test_a_fill_of_no_number_stands_in_a_receipt_of_json() -> None:
+    rules = Rules.choose(pa.schema([("c", pa.float64())]), {"c": bridge.fill(math.nan)})
+
+    assert json.dumps(rules.to_json(), allow_nan=False)
+    again = Rules.from_json(rules.source, rules.to_json())
+    assert math.isnan(again.apply(column([None], pa.float64()))["c"][0].as_py())
+
+
+DIGITS = st.lists(st.integers(-(10**38) + 1, 10**38 - 1))
+
+
+@given(st.integers(0, 38), DIGITS, st.integers(0, 36))
+def test_decimals_become_the_nearest_floats(scale: int, digits: list[int], shrink: int) -> None:
+    with decimal.localcontext(prec=60):
+        values = [None, *(D(digit // 10**shrink).scaleb(-scale) for digit in digits)]
+    array = pa.array([D(0), *values], pa.decimal128(38, scale)).slice(1)
+
+    floats = decimals_to_floats(pa.chunked_array([array]))
+
+    assert floats.to_pylist() == [None, *(float(value) for value in values[1:] if value is not None)]
+
+
+@pytest.mark.parametrize("size", [0, -1, True, "2"])
+def test_a_size_is_a_whole_number(size: Any) -> None:
+    with pytest.raises(PolicyError, match=r"fixed_size was given .*; give a whole number"):
+        bridge.fixed_size(size)
+
+
+def test_arrays_of_a_size_may_all_be_null() -> None:
+    arrow = pa.list_(pa.int32())
+    batch = pa.record_batch({"c": pa.array([None, None], arrow)})
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as stream:
+        stream.write_batch(batch)
+    received = pa.ipc.open_stream(sink.getvalue()).read_all()
+
+    assert applied(received, {"c": bridge.fixed_size(3)})["c"].to_pylist() == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -193,8 +271,10 @@ def test_a_dictionary_is_one_for_all_batches_and_all_hand_offs() -> None:
     assert to_torch(made[1])["c"].dtype == torch.int64
     assert list(to_pandas(made[2])["c"].cat.categories) == ["a", "b", "é"]
     assert to_pandas(made[2])["c"].cat.codes.tolist() == [0, -1, 1]
-    with pytest.raises(LossyConversionError, match=r"column 'c' .*holds 1 nulls"):
-        to_torch(made[2])
+    for convert in (to_torch, to_numpy):
+        with pytest.raises(LossyConversionError, match=r"column 'c' holds 1 nulls, which have no code\.\n.*fill"):
+            convert(made[2])
+    assert to_matrix(made[0], ["c"], "c")[0].tolist() == [[1], [2]], "codes may be features"
     with pytest.raises(LossyConversionError, match="column 'c' holds values that its dictionary does not"):
         rules.apply(pa.table({"c": ["new"]}))
 
@@ -237,8 +317,9 @@ def test_arrays_of_several_lengths_need_a_policy() -> None:
 def test_a_null_in_arrays_is_an_error_whatever_the_form(rows: list[Any]) -> None:
     for policies in ({}, {"c": bridge.offsets()}, {"c": bridge.jagged()}):
         made = applied(column(rows, pa.list_(pa.int64())), policies)
-        with pytest.raises(LossyConversionError, match=r"column 'c' \(list.*\) holds 1 nulls in"):
-            to_torch(made)
+        for convert in (to_torch, to_numpy):
+            with pytest.raises(LossyConversionError, match=r"column 'c' \(list.*\) holds 1 nulls in"):
+                convert(made)
 
 
 def test_vectors_are_dense_and_sparse_ones_are_filled_with_zeros() -> None:
@@ -291,6 +372,7 @@ def test_nested_structs_are_dicts_of_tensors() -> None:
         ({"d": bridge.mask()}, r"policies names 'd', which is no column\."),
         ({"c": 3}, r"policies\['c'\] is 3; give a policy"),
         ({"c": []}, r"policies\['c'\] is \[\]; give a policy"),
+        (bridge.fill(0), r"policies is fill\(0\); give a dict"),
         ({complex: bridge.mask()}, r"policies has the key <class 'complex'>; give the name of a column, or one of"),
     ],
     ids=str,
@@ -306,9 +388,33 @@ def test_what_spark_does_is_asked_for_by_name() -> None:
         by_spark({int: bridge.drop_nulls()})
 
 
-def test_a_policy_of_a_later_version_is_told() -> None:
-    with pytest.raises(PolicyError, match="the policy 'melt' is not known"):
-        Rules.from_json(pa.schema([("c", pa.int64())]), {"c": [{"policy": "melt"}]})
+@pytest.mark.parametrize("policies", [[bridge.fill(0), bridge.drop_nulls()], [bridge.drop_nulls(), bridge.mask()]])
+def test_rows_are_dropped_or_filled(policies: list[Policy]) -> None:
+    with pytest.raises(PolicyError, match=r"policies\['a'\] both drops the rows where it is NULL and keeps them"):
+        by_spark({"a": policies})
+
+
+@pytest.mark.parametrize("body", [{"policy": "melt"}, {"policy": "fill", "value": 1, "where": "later"}])
+def test_a_policy_of_a_later_version_is_told(body: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match=r"the policy .* is not known.*\n  Upgrade"):
+        Rules.from_json(pa.schema([("c", pa.int64())]), {"c": [body]})
+
+
+def test_a_dictionary_is_made_from_its_own_column_alone() -> None:
+    schema = pa.schema([("c", pa.struct([("t", pa.string())])), ("n", pa.float64())])
+    rules = Rules.choose(schema, {"c": bridge.flatten(), "c.t": bridge.dictionary(), "n": bridge.as_int64()})
+
+    bound = rules.bound(lambda: [pa.table({"c": [{"t": "b"}, {"t": "a"}], "n": [0.5, 1.5]}, schema)])
+
+    assert bound.categories == {"c.t": ["a", "b"]}
+
+
+def test_vectors_that_are_too_large_when_dense_are_not_made() -> None:
+    rows = pa.array([{"type": 0, "size": 2**31 - 1, "indices": [1], "values": [1.0]}] * 4, VECTORS)
+    schema = pa.schema([marked(pa.field("v", VECTORS), VECTOR)])
+
+    with pytest.raises(LossyConversionError, match=r"column 'v' holds sparse vectors .*\n.*sparse\(\)"):
+        applied(pa.table({"v": rows}, schema), {})
 
 
 def test_the_contract_tells_policies_and_what_they_make() -> None:

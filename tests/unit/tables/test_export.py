@@ -34,7 +34,6 @@ class Asked:
     where: str | None = None
     limit: int | None = None
     is_repeatable: bool = True
-    as_json: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,9 @@ def test_the_same_facts_are_the_same_export() -> None:
         {"asked": Asked(columns=("a",))},
         {"asked": Asked(where="a > 1")},
         {"asked": Asked(limit=10)},
-        {"asked": Asked(as_json=("a",))},
         {"policies": {"a": bridge.dictionary()}},
+        {"policies": {"b": bridge.fill(0)}},
+        {"policies": {"b": bridge.drop_nulls()}},
         {"at": At(address="sc://elsewhere")},
         {"at": At(user="another")},
         {"at": At(time_zone="America/New_York")},
