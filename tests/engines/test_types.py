@@ -6,6 +6,7 @@ Each table is loaded once with a column of each type, and all hand-offs are trie
 from __future__ import annotations
 
 import datetime as dt
+import re
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
@@ -374,12 +375,12 @@ def test_rows_with_nulls_are_dropped_and_counted(engine: Any, route: str, tmp_pa
     some = engine.load(source, policies={"a": bridge.drop_nulls()}, where="id < 30", route=route, volume=tmp_path)
 
     assert plan.num_dropped == table.plan.num_dropped == 60 - len(right)
-    assert f"rows dropped for NULLs  {60 - len(right)}" in str(plan)
+    assert re.search(rf"rows dropped +{60 - len(right)} \(NULL in a or b\)", str(plan))
     assert table.num_rows == table.receipt["num_rows"] == len(right)
     assert sorted(table.to_numpy()["a"].tolist()) == right
     assert sorted(table.to_torch()["a"].tolist()) == right
     assert sorted(table.to_pandas()["b"]) == sorted(f"x{i}" for i in right)
-    assert (some.plan.dropped, sorted(some.to_numpy()["id"].tolist())) == ("10", [i for i in range(30) if i % 3])
+    assert (some.plan.num_dropped, sorted(some.to_numpy()["id"].tolist())) == (10, [i for i in range(30) if i % 3])
 
 
 def test_codes_are_those_of_the_receipt(engine: Any, tmp_path: Path) -> None:
@@ -547,7 +548,7 @@ def test_values_in_the_place_of_null(engine: Any, policy: str, route: str, tmp_p
     assert not wrong, wrong
 
 
-def test_vectors_of_pyspark_ml_may_be_null(engine: EngineUnderTest, route: str, tmp_path: Path) -> None:
+def test_vectors_of_pyspark_ml_may_be_null(engine: Any, route: str, tmp_path: Path) -> None:
     from pyspark.ml.linalg import Vectors
 
     rows = [(1, Vectors.dense([1.0, 2.0])), (2, Vectors.sparse(2, [1], [3.0])), (3, None)]
@@ -572,9 +573,7 @@ def test_vectors_of_pyspark_ml_may_be_null(engine: EngineUnderTest, route: str, 
     ],
     ids=str,
 )
-def test_a_policy_that_does_not_fit_is_refused_by_the_plan(
-    engine: EngineUnderTest, policies: dict[str, str], says: str
-) -> None:
+def test_a_policy_that_does_not_fit_is_refused_by_the_plan(engine: Any, policies: dict[str, str], says: str) -> None:
     frame = engine.spark.range(3).selectExpr("id AS n")
     given = {name: getattr(bridge, policy)() for name, policy in policies.items()}
 
@@ -582,7 +581,7 @@ def test_a_policy_that_does_not_fit_is_refused_by_the_plan(
         bridge.plan_table(frame, spark=engine.spark, policies=given)
 
 
-def test_an_export_is_reused_with_the_policies_it_was_made_with(engine: EngineUnderTest, tmp_path: Path) -> None:
+def test_an_export_is_reused_with_the_policies_it_was_made_with(engine: Any, tmp_path: Path) -> None:
     rows = engine.spark.range(6).selectExpr("id", "IF(id % 2 = 0, id, NULL) AS n", "named_struct('a', id) AS s")
     name = engine.save(rows)
 
@@ -596,5 +595,5 @@ def test_an_export_is_reused_with_the_policies_it_was_made_with(engine: EngineUn
     assert export(policies={"n": bridge.fill(-2), "s": bridge.to_json()}).path != filled.path
     for table in (filled, bridge.open_export(filled.path)):
         assert table.to_torch()["n"].tolist().count(-1) == 3
-        assert sorted(table.to_torch()["s"])[0] == '{"a":0}'
+        assert min(table.to_torch()["s"]) == '{"a":0}'
     assert plain.to_arrow()["n"].null_count == bridge.open_export(plain.path).to_arrow()["n"].null_count == 3
