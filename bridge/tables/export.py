@@ -42,20 +42,21 @@ def export_table(
     """Write a table's rows as Parquet shards into a folder of a volume, and return a Table over them.
 
     The export is complete or absent: it has a folder of its own under `volume`, and readers find it by a marker that is
-    written last. With `reuse`, a complete export of the same version, columns, filter and shape by the same user is
-    returned instead, and Spark reads no rows; what has no version (views, DataFrames) and what is filtered by a Column
-    is always exported afresh.
+    written last. With `reuse`, a complete export of the same version, columns, filter, policies and shape by the same
+    user is returned instead, and Spark reads no rows; what has no version (views, DataFrames) and what is filtered by a
+    Column is always exported afresh.
 
     Args:
         source: As in `load_table`.
         volume: A folder or volume; else the setting `volume`, else the embedded engine's data folder.
+        policies: As in `load_table`. The files hold what Spark gave; the table returned, and `open_export`, apply them.
         shard_bytes: About how large a file should be.
         row_group_bytes: About how large a row group should be before compression.
 
     Raises:
         VolumeError: There is no volume, or it cannot be written.
         ExportError: The rows that were written are not the rows that were read; nothing is left visible.
-        SourceNotFoundError, SourceError, EngineError: As in `load_table`.
+        SourceNotFoundError, SourceError, PolicyError, EngineError: As in `load_table`.
     """
     with prepare(
         source, columns=columns, where=where, version=version, timestamp=timestamp, policies=policies,

@@ -86,6 +86,8 @@ def load_table(
         SourceNotFoundError: No such table, schema, column or version; near names are offered.
         SourceError: It cannot be read as asked: `version` of something that has none, duplicate column names, a
             filter that does not parse, a type that Arrow cannot hold.
+        PolicyError: A policy is not for its column, or names none.
+        LossyConversionError: A value does not fit what its policy makes of it.
         TableTooLargeError: More than `max_bytes` with route "collect", or with "auto" and no volume to export to.
         EngineUnavailableError, EngineSilentError: The server cannot be reached, or went silent.
         ExportError, VolumeError: The export could not be completed; nothing of it is visible.
