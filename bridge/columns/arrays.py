@@ -33,13 +33,13 @@ def field_to_numpy(column: pa.ChunkedArray, field: pa.Field) -> Any:
     """Return the values of one column in the form that its field is marked with."""
     if mark_of(field) in ("jagged", "offsets"):
         values, offsets = split(column, field.name)
-        elements = column_to_numpy(values, field.name)
+        elements = column_to_numpy(values, field.name, are_elements=True)
         return (elements, offsets) if mark_of(field) == "offsets" else _rows(elements, offsets)
     return column_to_numpy(column, field.name)
 
 
-def column_to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray[Any, Any]:
-    """Return the values of one column; may be a read-only view of the column's memory."""
+def column_to_numpy(column: pa.ChunkedArray, name: str, *, are_elements: bool = False) -> np.ndarray[Any, Any]:
+    """Return the values of one column, or those inside its arrays; may be a read-only view of the column's memory."""
     import numpy as np
 
     arrow = column.type
@@ -51,8 +51,8 @@ def column_to_numpy(column: pa.ChunkedArray, name: str) -> np.ndarray[Any, Any]:
     if pa.types.is_null(arrow):
         return np.full(len(column), None, dtype=object)
     if is_list(arrow) and has_array_form(element_type(arrow)):
-        values, size = split_equal(column, name)
-        elements = column_to_numpy(values, name)
+        values, size = split_equal(column, name, are_elements=are_elements)
+        elements = column_to_numpy(values, name, are_elements=True)
         return elements.reshape(len(column), size, *elements.shape[1:])
     if pa.types.is_decimal(arrow) or pa.types.is_nested(arrow):
         return _objects(column, name)
@@ -173,6 +173,8 @@ def pick_column(table: pa.Table, name: str) -> pa.ChunkedArray:
     Raises:
         SourceNotFoundError: There is none of that name.
     """
+    if not isinstance(name, str):
+        raise ValueError(f"{name!r} is no name; give the name of one column.")
     if name not in table.column_names:
         raise SourceNotFoundError(f"no column {name!r} was loaded.{did_you_mean(name, table.column_names)}")
     return table.column(name)

@@ -30,7 +30,7 @@ ZEROS: dict[type, Any] = {
     bool: False, int: 0, float: 0.0, str: "", bytes: b"", decimal.Decimal: decimal.Decimal(0), dt.date: _EPOCH.date(),
     dt.datetime: _EPOCH, dt.timedelta: dt.timedelta(0), list: [],
 }  # fmt: skip
-_ALSO_TAKES: dict[type, tuple[type, ...]] = {float: (int, decimal.Decimal), decimal.Decimal: (int,)}
+_ALSO_TAKES: dict[type, tuple[type, ...]] = {float: (int, decimal.Decimal), decimal.Decimal: (int, float)}
 
 
 def checked_fill(value: Any, arrow: pa.DataType) -> Any:
@@ -52,17 +52,19 @@ def checked_fill(value: Any, arrow: pa.DataType) -> Any:
         value = pa.scalar(value).cast(arrow).as_py()
     takes = _ALSO_TAKES.get(kind, ()) if kind else ()
     if kind is None or not isinstance(value, (kind, *takes)) or (isinstance(value, bool) and kind is not bool):
-        raise TypeError(f"{value!r} is no {kind}")
+        raise TypeError(f"it is no {kind.__name__}" if kind else "no value of such a type is taken")
     if isinstance(value, dt.datetime) and (kind is dt.date or (value.tzinfo is None) != (arrow.tz is None)):
-        raise TypeError(f"{value!r} has a time or a zone that the column has not, or lacks the zone that it has")
+        raise TypeError("it has a time or a zone that the column has not, or lacks the zone that the column has")
+    if kind is decimal.Decimal and isinstance(value, float):
+        return decimal.Decimal(repr(value))
     if kind is not float:
         return value
     number = float(value)  # type: ignore[arg-type]
     rounded = pa.scalar(number, arrow).as_py()
     if math.isinf(rounded) and not math.isinf(number):
-        raise OverflowError(f"{value!r} is too large")
+        raise OverflowError("it is too large")
     if isinstance(value, int) and rounded != value:
-        raise ValueError(f"{value!r} would be rounded")
+        raise ValueError("it would be rounded")
     return number
 
 

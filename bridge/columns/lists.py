@@ -25,8 +25,11 @@ def element_type(arrow: pa.DataType) -> pa.DataType:
     return arrow
 
 
-def split_equal(column: pa.ChunkedArray, name: str) -> tuple[pa.ChunkedArray, int]:
+def split_equal(column: pa.ChunkedArray, name: str, *, are_elements: bool = False) -> tuple[pa.ChunkedArray, int]:
     """Return the elements of all rows, and how many each row has; without a copy.
+
+    Args:
+        are_elements: Whether `column` holds what is inside the arrays of the column called `name`.
 
     Raises:
         LossyConversionError: A row is NULL, or the rows have different numbers of elements.
@@ -37,9 +40,11 @@ def split_equal(column: pa.ChunkedArray, name: str) -> tuple[pa.ChunkedArray, in
     lengths = offsets[1:] - offsets[:-1]
     size = int(lengths[0]) if len(lengths) else 0
     if (lengths != size).any():
+        ways = ["to_json()"] if are_elements else ["jagged()", "offsets()"]
+        inner = " inside its arrays" if are_elements else ""
         raise LossyConversionError(
-            f"column {name!r} holds arrays of {lengths.min():,} to {lengths.max():,} elements, which do not make "
-            f"[rows, n].\n{ways_out(name, 'jagged()', 'offsets()')}."
+            f"column {name!r} holds arrays of {lengths.min():,} to {lengths.max():,} elements{inner}, which do not "
+            f"make [rows, n].\n{ways_out(name, *ways)}; to_pandas() holds them."
         )
     return values, size
 

@@ -99,7 +99,11 @@ class Cast(Policy):
         target, types = pa.type_for_alias(self.to), pa.types
         if not (types.is_integer(field.type) or types.is_floating(field.type) or types.is_decimal(field.type)):
             raise self.refuse(field, "numbers")
-        wider = f"{ways_out(field.name, 'as_float64()')}." if self.to != "float64" else "  Leave it as it is."
+        wider = (
+            f"{ways_out(field.name, 'as_float64()')}."
+            if self.to != "float64"
+            else f"{ways_out(field.name, 'fill(...)', 'mask()')} for nulls."
+        )
         try:
             numbers = decimals_to_floats(column) if self._is_rounded(field.type) else column
             cast = numbers.cast(target)
@@ -138,7 +142,7 @@ class Fill(Policy):
             scalar = pa.scalar(checked_fill(self.value, field.type), field.type)
         except (pa.ArrowException, ArithmeticError, TypeError, ValueError) as exc:
             raise PolicyError(
-                f"column {field.name!r} is {field.type}, which cannot hold {self.value!r} exactly."
+                f"column {field.name!r} is {field.type}, which cannot hold {self.value!r} exactly: {exc}."
             ) from exc
         return [(field, _filled(column, scalar))]
 
@@ -237,7 +241,8 @@ class FixedSize(Policy):
         lengths = pc.unique(pc.list_value_length(column)).drop_null().to_pylist()
         if lengths not in ([], [self.size]):
             raise LossyConversionError(
-                f"column {field.name!r} has arrays of {min(lengths):,} to {max(lengths):,} elements, not {self.size}.\n"
+                f"column {field.name!r} has arrays of {' and '.join(map(str, sorted(lengths)[:9]))} elements, not "
+                f"{self.size}.\n"
                 f"{ways_out(field.name, 'jagged()', 'offsets()')}."
             )
         # pyarrow's cast reads a buffer that is not there where no row of a chunk has elements

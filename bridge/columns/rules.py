@@ -195,6 +195,8 @@ def _checked_one(key: Any, value: Any) -> tuple[Policy, ...]:
         raise PolicyError(f"policies has the key {key!r}; give the name of a column, or one of the types {known}.")
     policies = (value,) if isinstance(value, Policy) else value
     if not (isinstance(policies, Sequence) and policies and all(isinstance(policy, Policy) for policy in policies)):
+        if callable(value):
+            raise PolicyError(f"policies[{key!r}] is a function; call it: bridge.{value.__name__}().")
         raise PolicyError(f"policies[{key!r}] is {value!r}; give a policy as bridge.fill(0), or a list of them.")
     return tuple(policies)
 

@@ -62,15 +62,15 @@ def field_to_torch(column: pa.ChunkedArray, field: pa.Field) -> Any:
         if not has_array_form(element_type(column.type)):
             raise _no_tensor(column.type, name)
         values, bounds = split(column, name)
-        elements, offsets = column_to_torch(values, name), torch.from_numpy(bounds)
+        elements, offsets = column_to_torch(values, name, are_elements=True), torch.from_numpy(bounds)
         if mark == "offsets":
             return elements, offsets
         return torch.nested.nested_tensor_from_jagged(elements, offsets=offsets)
     return _sparse(column, name) if mark == "sparse" else column_to_torch(column, name)
 
 
-def column_to_torch(column: pa.ChunkedArray, name: str) -> Any:
-    """Return the values of one column."""
+def column_to_torch(column: pa.ChunkedArray, name: str, *, are_elements: bool = False) -> Any:
+    """Return the values of one column, or those inside its arrays."""
     import torch
 
     arrow = column.type
@@ -87,8 +87,8 @@ def column_to_torch(column: pa.ChunkedArray, name: str) -> Any:
         parts = zip(arrow, column.flatten(), strict=True)
         return {child.name: column_to_torch(part, f"{name}.{child.name}") for child, part in parts}
     if is_list(arrow) and has_array_form(element_type(arrow)):
-        flat, size = split_equal(column, name)
-        elements = column_to_torch(flat, name)
+        flat, size = split_equal(column, name, are_elements=are_elements)
+        elements = column_to_torch(flat, name, are_elements=True)
         return elements.reshape(len(column), size, *elements.shape[1:])
     if types.is_dictionary(arrow):
         column = codes_of(column, name)

@@ -33,7 +33,7 @@ def local_files(table: pa.Table, epoch: Epoch | None = None) -> pa.Table:
     """
     for index, field in enumerate(table.schema):
         if mark_of(field) == "cached_file":
-            paths = _fetched(table.column(index).to_pylist(), epoch or _epoch_of_process(open_cache()))
+            paths = _fetched(table.column(index).to_pylist(), field.name, epoch or _epoch_of_process(open_cache()))
             table = table.set_column(index, pa.field(field.name, pa.string()), pa.array(paths, pa.string()))
     return table
 
@@ -44,13 +44,16 @@ def open_cache() -> FileCache:
     return _cache(settings.cache_dir, settings.cache_max_bytes)
 
 
-def _fetched(paths: list[str | None], epoch: Epoch) -> list[str | None]:
+def _fetched(paths: list[str | None], column: str, epoch: Epoch) -> list[str | None]:
     open_place = functools.cache(functools.partial(open_storage, volume_root=load_settings().volume_root))
 
     def fetch(path: str) -> str:
         folder, _, name = path.rpartition("/")
         storage: Storage = open_place(folder or "/")
-        return str(epoch.fetch(storage, name))
+        try:
+            return str(epoch.fetch(storage, name))
+        except FileNotFoundError as exc:
+            raise FileNotFoundError(f"column {column!r} names {path}, which is not there.") from exc
 
     wanted = sorted({path for path in paths if path})
     with ThreadPoolExecutor(_THREADS, "bridge-files") as threads:

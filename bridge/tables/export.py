@@ -8,9 +8,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from bridge.columns.rules import Rules, by_spark
 from bridge.config import load_settings
 from bridge.display import did_you_mean
-from bridge.errors import ExportNotFoundError
+from bridge.errors import ExportNotFoundError, PolicyError
+from bridge.loading.parquet import ExportedRowGroups
 from bridge.manifest import Manifest
 from bridge.tables.fetch import fetch
 from bridge.tables.prepare import prepare
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
     from bridge.columns.rules import Policies
+    from bridge.config import Settings
 
 
 def export_table(
@@ -66,7 +69,13 @@ def export_table(
         return fetch(prepared)
 
 
-def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = None, version: int | None = None) -> Table:
+def open_export(
+    root_or_path: str | os.PathLike[str],
+    *,
+    table: str | None = None,
+    version: int | None = None,
+    policies: Policies | None = None,
+) -> Table:
     """Return the newest complete export in a folder, without Spark.
 
     It may be of some columns or rows only: `table.receipt` holds the columns, filter and limit it was made with, and
@@ -76,8 +85,11 @@ def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = Non
         root_or_path: The folder that was given as `volume`, or the folder of one export (`table.path`).
         table: Name of the table, in full or its last parts; needed where the folder holds exports of several.
         version: Only exports of this version of the table.
+        policies: In place of those that the export was made with, which are applied by default. What Spark does
+            (`drop_nulls`, `to_json`) is done when an export is made.
 
     Raises:
+        PolicyError: A policy is not for its column, or is one of Spark's.
         ExportNotFoundError: No complete export of that table and version is there.
     """
     settings = load_settings()
@@ -89,7 +101,7 @@ def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = Non
         if is_other or (version is not None and found.version != version):
             wanted = _named(table or found.table, version)
             raise ExportNotFoundError(f"{folder} holds {_named(found.table, found.version)}, not {wanted}.")
-        return Table.exported(folder, found, client_max_bytes=settings.client_max_bytes)
+        return _opened(folder, found, policies, settings)
     newest: dict[str, tuple[Path, Manifest]] = {}
     for parent in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ():
         for attempt, marker in complete_attempts(LocalStorage(parent)):
@@ -107,7 +119,19 @@ def open_export(root_or_path: str | os.PathLike[str], *, table: str | None = Non
         raise ExportNotFoundError(f"{folder} holds no complete export of {table}{asked}.{hint}")
     if len(named) > 1:
         raise ExportNotFoundError(f"{folder} holds exports of {', '.join(named)}.\n  Say which, in full: table=.")
-    return Table.exported(*newest[named[0]], client_max_bytes=settings.client_max_bytes)
+    return _opened(*newest[named[0]], policies, settings)
+
+
+def _opened(folder: Path, manifest: Manifest, policies: Policies | None, settings: Settings) -> Table:
+    rules = None
+    if policies is not None:
+        if any(by_spark(policies)):
+            raise PolicyError("drop_nulls() and to_json() are done by Spark: export the table with them.")
+        row_groups = ExportedRowGroups(folder, manifest)
+        rules = Rules.choose(manifest.schema, policies).bound(
+            lambda: map(row_groups.read, range(len(row_groups.row_counts)))
+        )
+    return Table.exported(folder, manifest, rules, client_max_bytes=settings.client_max_bytes)
 
 
 def _is_named(name: str, asked: str) -> bool:

@@ -82,12 +82,14 @@ class Table:
 
     @classmethod
     def exported(
-        cls, folder: Path, manifest: Manifest, *, plan: Plan | None = None, client_max_bytes: int | None = None
-    ) -> Table:
-        """Return a table over the shards in `folder`, with the policies they were exported with."""
-        rules = Rules.from_json(manifest.schema, manifest.receipt.get("policies", {}))
+        cls, folder: Path, manifest: Manifest, rules: Rules | None = None, *, plan: Plan | None = None,
+        client_max_bytes: int | None = None,
+    ) -> Table:  # fmt: skip
+        """Return a table over the shards in `folder`; by the policies they were exported with where none are given."""
+        rules = rules or Rules.from_json(manifest.schema, manifest.receipt.get("policies", {}))
+        receipt = {**manifest.receipt, "policies": rules.to_json()}
         return cls(
-            ExportedRowGroups(folder, manifest, rules), rules, plan=plan, receipt=manifest.receipt, path=str(folder),
+            ExportedRowGroups(folder, manifest, rules), rules, plan=plan, receipt=receipt, path=str(folder),
             manifest=manifest, client_max_bytes=client_max_bytes,
         )  # fmt: skip
 

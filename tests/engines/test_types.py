@@ -593,6 +593,10 @@ def test_an_export_is_reused_with_the_policies_it_was_made_with(engine: Any, tmp
     assert export().path == plain.path
     assert export(policies={"s": bridge.to_json(), "n": bridge.fill(-1)}).path == filled.path != plain.path
     assert export(policies={"n": bridge.fill(-2), "s": bridge.to_json()}).path != filled.path
+    other = bridge.open_export(filled.path, policies={"n": bridge.fill(-3)})
+    assert (other.to_torch()["n"].tolist().count(-3), other.receipt["policies"].keys()) == (3, {"n"})
+    with pytest.raises(bridge.PolicyError, match="are done by Spark"):
+        bridge.open_export(filled.path, policies={"n": bridge.drop_nulls()})
     for table in (filled, bridge.open_export(filled.path)):
         assert table.to_torch()["n"].tolist().count(-1) == 3
         assert min(table.to_torch()["s"]) == '{"a":0}'

@@ -86,7 +86,7 @@ def test_a_policy_gives_the_value_that_it_says(arrow: pa.DataType, values: Any, 
         (pa.decimal128(5, 2), [D("1.50")], bridge.as_int64(), r"holds numbers that int64 cannot hold exactly"),
         (pa.decimal128(38, 0), [D(2**63)], bridge.as_int64(), r"holds numbers that int64 cannot hold exactly"),
         (pa.float64(), [1.5], bridge.as_int64(), r"holds numbers that int64 cannot hold exactly"),
-        (pa.list_(pa.int32()), [[1], [1, 2]], bridge.fixed_size(2), r"has arrays of 1 to 2 elements, not 2"),
+        (pa.list_(pa.int32()), [[1], [1, 2]], bridge.fixed_size(2), r"has arrays of 1 and 2 elements, not 2"),
     ],
     ids=str,
 )
@@ -151,6 +151,7 @@ def test_a_fill_is_of_the_columns_type_and_exact(arrow: pa.DataType, value: Any)
     [
         (pa.float32(), 0.1, float(np.float32(0.1))),
         (pa.float64(), D("0.5"), 0.5),
+        (pa.decimal128(18, 4), 0.1, D("0.1")),
         (pa.float64(), math.inf, math.inf),
         (pa.int64(), np.int64(3), 3),
         (pa.list_(pa.decimal128(5, 1)), [D("1.5")], [D("1.5")]),
@@ -304,6 +305,10 @@ def test_arrays_of_several_lengths_need_a_policy() -> None:
     for convert in (to_numpy, to_torch):
         with pytest.raises(LossyConversionError, match=r"column 'c' holds arrays of 0 to 2 elements.*\n.*jagged\(\)"):
             convert(table)
+    nested = applied(column([[[1], [1, 2]], [[3]]], pa.list_(pa.list_(pa.int64()))), {"c": bridge.jagged()})
+    for convert in (to_numpy, to_torch):
+        with pytest.raises(LossyConversionError, match=r"1 to 2 elements inside its arrays.*\n.*to_json\(\)"):
+            convert(nested)
     jagged = applied(table, {"c": bridge.jagged()})
     assert [row.tolist() for row in to_torch(jagged)["c"].unbind()] == [[1, 2], [], [3]]
     assert [row.tolist() for row in to_numpy(jagged)["c"]] == [[1, 2], [], [3]]
@@ -370,6 +375,7 @@ def test_nested_structs_are_dicts_of_tensors() -> None:
     ("policies", "says"),
     [
         ({"d": bridge.mask()}, r"policies names 'd', which is no column\."),
+        ({"c": bridge.mask}, r"policies\['c'\] is a function; call it: bridge\.mask\(\)"),
         ({"c": 3}, r"policies\['c'\] is 3; give a policy"),
         ({"c": []}, r"policies\['c'\] is \[\]; give a policy"),
         (bridge.fill(0), r"policies is fill\(0\); give a dict"),
