@@ -6,6 +6,7 @@ rows x width, where both can be had without running the query; where they can't,
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,18 @@ class Size:
 
 def measure(source: Source, max_bytes: int) -> Size:
     """Return the size of what `source.frame` gives. A full count is made only of a filtered table, for 10 s at most."""
-    with translated(source.name):
+    fixed = _fixed_width(source.schema)
+    with translated(source.name), ThreadPoolExecutor(1, "bridge-sample") as beside:
+        # where rows will be counted, a sample is read meanwhile
+        is_sampled = source.kind == "delta" and fixed is None
+        sample = beside.submit(_sample, source, _FIRST_SAMPLE_ROWS) if is_sampled else None
         rows, told = _unfiltered_rows(source)
         if rows is None:
             return _with_limit(Size(None, told), source.limit)
-        width, width_from = _width(source, rows, max_bytes)
+        width, width_from = fixed, _FIXED
+        if fixed is None:
+            first = sample.result() if sample else _sample(source, _FIRST_SAMPLE_ROWS)
+            width, width_from = _width(source, rows, first, max_bytes)
         size = _with_limit(Size(rows, told, width, width_from), source.limit)
         if not source.is_filtered:
             return size
@@ -105,21 +113,27 @@ def count_rows(frame: DataFrame) -> int | None:
     return None if counted is None else int(counted.column(0)[0].as_py())
 
 
-def _width(source: Source, rows: int, max_bytes: int) -> tuple[float | None, str]:
+def _width(source: Source, rows: int, sample: pa.Table | None, max_bytes: int) -> tuple[float | None, str]:
     """Return the mean Arrow bytes of a row, more exactly where the decision is close."""
-    fixed = [_fixed_bytes(field.type) for field in source.schema]
-    if all(width is not None for width in fixed):
-        return float(sum(width or 0 for width in fixed)), _FIXED
     if rows == 0:
         return 0.0, "no rows"
-    sample = run_within(source.unfiltered.limit(_FIRST_SAMPLE_ROWS), COUNT_TIMEOUT_S)
     if sample is not None and sample.num_rows:
         width = sample.nbytes / sample.num_rows
         if rows * width > max_bytes / 4 and width * _SAMPLE_ROWS < _SAMPLE_BYTES:
-            sample = run_within(source.unfiltered.limit(_SAMPLE_ROWS), COUNT_TIMEOUT_S) or sample
+            sample = _sample(source, _SAMPLE_ROWS) or sample
     if sample is None or sample.num_rows == 0:
         return None, f"a sample could not be read within {COUNT_TIMEOUT_S:.0f} s"
     return sample.nbytes / sample.num_rows, f"a sample of {sample.num_rows:,} rows"
+
+
+def _sample(source: Source, rows: int) -> pa.Table | None:
+    return run_within(source.unfiltered.limit(rows), COUNT_TIMEOUT_S)
+
+
+def _fixed_width(schema: pa.Schema) -> float | None:
+    """Return the bytes of a row where all types tell."""
+    widths = [_fixed_bytes(field.type) for field in schema]
+    return None if None in widths else float(sum(width or 0 for width in widths))
 
 
 def _fixed_bytes(arrow: pa.DataType) -> float | None:
