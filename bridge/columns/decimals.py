@@ -10,7 +10,7 @@ _EXACT, _EXACT_TENS = 2**53, 22
 
 
 def decimals_to_floats(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return decimals as the nearest float64; Arrow's own cast is off by a bit or two for every fourth."""
+    """Return decimals as the nearest float64; Arrow's own cast is often off by an ulp or two."""
     return pa.chunked_array([_nearest(chunk) for chunk in column.chunks], pa.float64())
 
 

@@ -17,7 +17,7 @@ _LIBRARIES = ("pyarrow", "pyspark", "pyspark-client", "databricks-connect", "pys
 
 
 def make_receipt(source: Source, connection: Connection) -> dict[str, Any]:
-    """Return what can be said before rows move; `num_rows` and `route` are added when they have."""
+    """Return what can be said before rows move; `num_rows`, `route` and `policies` are added when they have."""
     return {
         "table": source.name,
         "kind": source.kind,
@@ -29,7 +29,6 @@ def make_receipt(source: Source, connection: Connection) -> dict[str, Any]:
         "limit": source.limit,
         "schema_digest": hashlib.blake2b(source.schema.serialize().to_pybytes(), digest_size=16).hexdigest(),
         "spark_types": spark_types(source),
-        "policies": {},
         "engine": source.engine.name,
         "address": connection.address,
         "user": connection.user,
