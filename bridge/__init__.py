@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bridge.errors import (
+    AccessDeniedError,
     BridgeError,
     ConfigError,
     CopyError,
@@ -18,6 +19,8 @@ from bridge.errors import (
     LossyConversionError,
     MissingDependencyError,
     PolicyError,
+    RankError,
+    SessionLostError,
     SourceError,
     SourceNotFoundError,
     TableTooLargeError,
@@ -44,8 +47,10 @@ if TYPE_CHECKING:
     from bridge.loading.loader import DataLoader
     from bridge.spark.connect import connect
     from bridge.tables.export import export_table, open_export
+    from bridge.tables.inventory import ExportInfo, VerifyReport, list_exports, verify_export
     from bridge.tables.load import load_table, plan_table
     from bridge.tables.plan import Plan
+    from bridge.tables.retention import PruneReport, prune_exports, remove_export
     from bridge.tables.table import Table
     from bridge.volumes.copy import CopyReport, copy_tree
     from bridge.volumes.path import volume_path
@@ -53,6 +58,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccessDeniedError",
     "BridgeError",
     "ConfigError",
     "CopyError",
@@ -63,15 +69,20 @@ __all__ = [
     "EngineSilentError",
     "EngineUnavailableError",
     "ExportError",
+    "ExportInfo",
     "ExportNotFoundError",
     "LossyConversionError",
     "MissingDependencyError",
     "Plan",
     "PolicyError",
+    "PruneReport",
+    "RankError",
+    "SessionLostError",
     "SourceError",
     "SourceNotFoundError",
     "Table",
     "TableTooLargeError",
+    "VerifyReport",
     "VolumeError",
     "__version__",
     "as_float32",
@@ -87,13 +98,17 @@ __all__ = [
     "fixed_size",
     "flatten",
     "jagged",
+    "list_exports",
     "load_table",
     "mask",
     "offsets",
     "open_export",
     "plan_table",
+    "prune_exports",
+    "remove_export",
     "sparse",
     "to_json",
+    "verify_export",
     "volume_path",
 ]
 
@@ -101,8 +116,11 @@ __all__ = [
 _HOMES = {
     "CopyReport": "bridge.volumes.copy",
     "DataLoader": "bridge.loading.loader",
+    "ExportInfo": "bridge.tables.inventory",
     "Plan": "bridge.tables.plan",
+    "PruneReport": "bridge.tables.retention",
     "Table": "bridge.tables.table",
+    "VerifyReport": "bridge.tables.inventory",
     "as_float32": "bridge.columns.policies",
     "as_float64": "bridge.columns.policies",
     "as_int64": "bridge.columns.policies",
@@ -116,13 +134,17 @@ _HOMES = {
     "fixed_size": "bridge.columns.policies",
     "flatten": "bridge.columns.policies",
     "jagged": "bridge.columns.policies",
+    "list_exports": "bridge.tables.inventory",
     "load_table": "bridge.tables.load",
     "mask": "bridge.columns.policies",
     "offsets": "bridge.columns.policies",
     "open_export": "bridge.tables.export",
     "plan_table": "bridge.tables.load",
+    "prune_exports": "bridge.tables.retention",
+    "remove_export": "bridge.tables.retention",
     "sparse": "bridge.columns.policies",
     "to_json": "bridge.columns.policies",
+    "verify_export": "bridge.tables.inventory",
     "volume_path": "bridge.volumes.path",
 }
 

@@ -294,9 +294,15 @@ def _expand(value: object, *, path: Path, key: str) -> object:
     return _REFERENCE.sub(read, value)
 
 
-def collect_ceiling(settings: Settings) -> int:
-    """Return the most bytes one collect may hold: as set, else the lesser of 512 MiB and a quarter of free memory."""
-    return settings.max_bytes if settings.max_bytes is not None else min(_COLLECT_BYTES, available_memory() // 4)
+def collect_ceiling(settings: Settings, num_processes: int = 1) -> int:
+    """Return the most bytes one collect may hold: as set, else the lesser of 512 MiB and a quarter of free memory.
+
+    Args:
+        num_processes: How many processes of this machine will hold it.
+    """
+    if settings.max_bytes is not None:
+        return settings.max_bytes
+    return min(_COLLECT_BYTES, available_memory() // (4 * num_processes))
 
 
 def available_memory() -> int:

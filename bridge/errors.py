@@ -7,8 +7,10 @@ A class of its own exists only where a caller would act differently; each also i
     ├── ConfigError (ValueError)                  a setting, a profile or an environment variable is wrong
     ├── MissingDependencyError (ImportError)      an extra is not installed
     ├── EngineError (RuntimeError)                the Spark side failed
-    │   ├── EngineUnavailableError (ConnectionError)  no engine could be started or reached
-    │   └── EngineSilentError (TimeoutError)      a server stopped answering in the middle of a job
+    │   ├── AccessDeniedError (PermissionError)   the person may not read or write it; the message says what to ask for
+    │   ├── EngineSilentError (TimeoutError)      a server stopped answering in the middle of a job
+    │   └── EngineUnavailableError (ConnectionError)  no engine could be started or reached
+    │       └── SessionLostError                  the session has ended on the server: open another
     ├── SourceError (ValueError)                  what was asked for cannot be read as asked
     │   └── SourceNotFoundError (LookupError)     no such table, column, schema or version
     ├── TableTooLargeError (MemoryError)          more bytes than the ceiling allows
@@ -18,6 +20,7 @@ A class of its own exists only where a caller would act differently; each also i
     ├── CopyError (OSError)                       not everything was copied
     ├── ExportError (RuntimeError)                an export could not be completed
     │   └── ExportNotFoundError (FileNotFoundError)   no complete export is there
+    ├── RankError (RuntimeError)                  ranks did not make the same call, or one was lost
     └── CorruptFileError (OSError)                bytes differ from what was recorded when they were written
 """
 
@@ -44,6 +47,14 @@ class EngineError(BridgeError, RuntimeError):
 
 class EngineUnavailableError(EngineError, ConnectionError):
     """No engine could be started or reached."""
+
+
+class SessionLostError(EngineUnavailableError):
+    """A session has ended on the server, and with it its DataFrames and temporary views; another can be opened."""
+
+
+class AccessDeniedError(EngineError, PermissionError):
+    """The person may not read or write something; the message says what to ask for, and of whom."""
 
 
 class EngineSilentError(EngineError, TimeoutError):
@@ -92,3 +103,7 @@ class ExportNotFoundError(ExportError, FileNotFoundError):
 
 class CorruptFileError(BridgeError, OSError):
     """Bytes differ from what was recorded when they were written."""
+
+
+class RankError(BridgeError, RuntimeError):
+    """The ranks of a process group did not make the same call, or one of them was lost."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,10 @@ from bridge.errors import ExportError
 from bridge.volumes.digest import digest_ranges
 
 FORMAT_VERSION = 1
+
+
+class Int96Error(ExportError):
+    """Instants were written as INT96, of which years before 1677 and after 2262 do not survive reading."""
 
 
 @dataclass(frozen=True)
@@ -50,13 +53,14 @@ class Manifest:
     """What an export holds.
 
     `num_bytes` is the size of the files, `memory_bytes` about that of the rows as Arrow. `receipt` says what was read,
-    by whom, when and with what; `identity` is equal for two exports that hold the same rows of the same state in the
-    same shape, and None where that cannot be known.
+    by whom, when and with what; `query` what was asked for, but for the version; `identity` is equal for two exports
+    of the same query of the same state of the table, and None where that cannot be known.
     """
 
     table: str
     version: int | None
     identity: str | None
+    query: dict[str, Any]
     schema_ipc: str
     num_rows: int
     num_bytes: int
@@ -98,25 +102,27 @@ def encode_schema(schema: pa.Schema) -> str:
     return base64.b64encode(schema.serialize().to_pybytes()).decode()
 
 
-def describe_shards(folder: Path, names: Sequence[str], num_threads: int = 8) -> tuple[Shard, ...]:
-    """Read the footer of each file and digest each row group, in parallel; in the order of `names`.
+def describe_shard(path: Path, schema: pa.Schema | None = None, as_micros: Collection[str] = ()) -> Shard:
+    """Read the footer of a file and digest each row group.
+
+    Args:
+        schema: What the columns are to be; None: whatever they are.
+        as_micros: Columns of instants that are to stand as integers of microseconds.
 
     Raises:
-        ExportError: A file holds INT96 timestamps, whose years before 1677 and after 2262 do not survive reading.
+        Int96Error: A column is INT96.
+        ExportError: The columns are not those of `schema`, or of types that do not hold the same values.
     """
-    with ThreadPoolExecutor(num_threads) as threads:
-        return tuple(threads.map(lambda name: _describe_shard(folder / name), names))
-
-
-def _describe_shard(path: Path) -> Shard:
     num_bytes = path.stat().st_size
     footer = pq.read_metadata(path)
     for index in range(len(footer.schema)):
         if footer.schema.column(index).physical_type == "INT96":
-            raise ExportError(
+            raise Int96Error(
                 f"{path.name}: column {footer.schema.column(index).path!r} was written as INT96, which loses years "
                 "outside 1677 to 2262.\n  The server ignored the write option; cast the column to a microsecond type."
             )
+    if schema is not None:
+        _check_types(path.name, footer.schema.to_arrow_schema(), schema, as_micros)
     # Each range starts where the one before ends, so that no byte of the file goes unchecked.
     ranges, position = [], 0
     for index in range(footer.num_row_groups):
@@ -130,6 +136,39 @@ def _describe_shard(path: Path) -> Shard:
         for index, ((start, stop), digest) in enumerate(zip(ranges, digests, strict=False))
     )
     return Shard(path.name, footer.num_rows, num_bytes, groups, digests[-1])
+
+
+def _check_types(name: str, found: pa.Schema, wanted: pa.Schema, as_micros: Collection[str]) -> None:
+    if found.names != wanted.names:
+        raise ExportError(f"{name} holds the columns {', '.join(found.names)}, not {', '.join(wanted.names)}.")
+    for column, field in zip(found, wanted, strict=True):
+        expected = pa.int64() if field.name in as_micros else field.type
+        if not _holds(column.type, expected):
+            raise ExportError(f"{name}: column {field.name!r} was written as {column.type}, not as {expected}.")
+
+
+def _holds(found: pa.DataType, wanted: pa.DataType) -> bool:
+    """Return whether a Parquet column of type `found` holds the values of `wanted` exactly."""
+    types = pa.types
+    if types.is_struct(wanted):
+        return (
+            types.is_struct(found)
+            and len(found) == len(wanted)
+            and all(
+                child.name == other.name and _holds(child.type, other.type)
+                for child, other in zip(found, wanted, strict=True)
+            )
+        )
+    if types.is_map(wanted):
+        return (
+            types.is_map(found)
+            and _holds(found.key_type, wanted.key_type)
+            and _holds(found.item_type, wanted.item_type)
+        )
+    if types.is_list(wanted):
+        return types.is_list(found) and _holds(found.value_type, wanted.value_type)
+    # Parquet has neither durations nor columns of nothing
+    return bool(found.equals(wanted) or types.is_null(wanted) or (types.is_duration(wanted) and types.is_int64(found)))
 
 
 def _chunk_start(chunk: Any) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bridge.manifest import Manifest, describe_shards, encode_schema
+from bridge.manifest import Manifest, describe_shard, encode_schema
 from bridge.volumes.commit import begin
 from bridge.volumes.stores import LocalStorage
 
@@ -24,12 +24,13 @@ def make_export(
         folder.mkdir()
         for name, table in zip(names, shards, strict=True):
             pq.write_table(table, folder / name, row_group_size=row_group_rows, compression="zstd")
-        described = describe_shards(folder, names)
+        described = tuple(describe_shard(folder / name, shards[0].schema) for name in names)
         manifest = Manifest(
             **{
                 "table": "main.ml.t",
                 "version": 3,
                 "identity": label,
+                "query": {"columns": shards[0].column_names, "where": None, "limit": None, "user": "someone"},
                 "schema_ipc": encode_schema(shards[0].schema),
                 "num_rows": sum(shard.num_rows for shard in described),
                 "num_bytes": sum(shard.num_bytes for shard in described),

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import bridge
-from bridge.cli import cache, demo, doctor, files, settings, tables
+from bridge.cli import cache, demo, doctor, exports, files, settings, tables
 from bridge.errors import BridgeError
 
 
@@ -59,6 +59,7 @@ app.command("doctor")(doctor.doctor)
 app.command("plan")(tables.plan)
 app.command("load")(tables.load)
 app.command("export")(tables.export)
+app.add_typer(exports.app, name="exports")
 app.command("cp")(files.cp)
 app.command("config")(settings.config)
 app.add_typer(cache.app, name="cache")

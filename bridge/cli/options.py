@@ -34,6 +34,20 @@ VolumeArgument = Annotated[
     str | None,
     typer.Argument(metavar="VOLUME", help="/Volumes/... or a folder; else the setting volume, else the data folder."),
 ]
+ShardBytesOption = Annotated[str, typer.Option("--shard-bytes", metavar="SIZE", help="About how large a file is.")]
+NumShardsOption = Annotated[
+    int | None, typer.Option("--num-shards", metavar="N", min=1, help="How many files, in place of their size.")
+]
+OrderByOption = Annotated[str | None, typer.Option("--order-by", metavar="A,B", help="Sort all rows by these columns.")]
+ShuffleOption = Annotated[
+    int | None, typer.Option("--shuffle-at-write", metavar="SEED", min=0, help="Mix all rows once.")
+]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="Write anew, whatever is there.")]
+MaxAgeOption = Annotated[
+    str | None,
+    typer.Option("--max-age", metavar="AGE", help='Take also an export so old, such as "6h", of what has no version.'),
+]
+SharedOption = Annotated[bool, typer.Option("--shared", help="Take, and give, exports of all users who say so.")]
 RemoteOption = Annotated[
     str | None, typer.Option("--remote", metavar="R", help="The engine: sail, local[*], sc://host:port, databricks.")
 ]

@@ -116,6 +116,18 @@ class Rules:
             if any(isinstance(policy, Dictionary) and policy.values is None for policy in policies)
         ]
 
+    def fulfils(self, asked: Rules) -> bool:
+        """Return whether these are the rules `asked`, with dictionaries that it leaves open."""
+
+        def same(mine: Policy, theirs: Policy) -> bool:
+            is_open = isinstance(theirs, Dictionary) and theirs.values is None
+            return mine == theirs or (is_open and isinstance(mine, Dictionary))
+
+        mine, theirs = self.policies, asked.policies
+        return mine.keys() == theirs.keys() and all(
+            len(mine[name]) == len(theirs[name]) and all(map(same, mine[name], theirs[name])) for name in mine
+        )
+
     def bound(self, rows: Callable[[], Iterable[pa.Table]]) -> Rules:
         """Return the rules with dictionaries that hold what occurs in the rows, in the order of code points.
 

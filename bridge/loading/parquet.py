@@ -17,6 +17,7 @@ from bridge.errors import CorruptFileError
 from bridge.loading.files import local_files
 from bridge.manifest import Manifest, Shard
 from bridge.volumes.digest import read_range
+from bridge.volumes.hold import Hold
 
 
 class RowGroups(Protocol):
@@ -35,9 +36,13 @@ class RowGroups(Protocol):
 
 
 class ExportedRowGroups:
-    """The row groups of an export's shards, in the order of the manifest, as the policies make them."""
+    """The row groups of an export's shards, in the order of the manifest, as the policies make them.
 
-    def __init__(self, folder: Path, manifest: Manifest, rules: Rules | None = None) -> None:
+    `hold` is what keeps the export from being deleted meanwhile; it is held for as long as this object lives.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, rules: Rules | None = None, hold: Hold | None = None) -> None:
+        self.hold = hold
         self._folder = folder
         self._manifest = manifest
         self._rules = rules or Rules(manifest.schema, {})
@@ -98,10 +103,7 @@ def _read_row_group(
     return parquet.read_row_group(index, use_threads=True), parquet.metadata
 
 
-def stream_row_groups(row_groups: list[tuple[Path, Manifest, Rules, int]]) -> Iterator[tuple[str, pa.Table]]:
-    """Yield a key and the rows of each row group (folder, manifest, rules, index), as datasets streams them."""
-    opened: dict[Path, ExportedRowGroups] = {}
-    for folder, manifest, rules, index in row_groups:
-        if folder not in opened:
-            opened[folder] = ExportedRowGroups(folder, manifest, rules)
-        yield str(index), to_features(local_files(opened[folder].read(index)))
+def stream_row_groups(row_groups: list[tuple[ExportedRowGroups, int]]) -> Iterator[tuple[str, pa.Table]]:
+    """Yield a key and the rows of each of some row groups, as datasets streams them."""
+    for opened, index in row_groups:
+        yield str(index), to_features(local_files(opened.read(index)))

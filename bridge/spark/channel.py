@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import socket
 import threading
 import urllib.request
@@ -92,6 +93,35 @@ def is_refused(spark: SparkSession) -> bool:
     except OSError:
         pass  # nothing is known: a name that does not resolve now, a network that is slow
     return False
+
+
+def refuse_older(spark: SparkSession, remote: str) -> None:
+    """Close the session of a server that is older than its client, by major and minor version.
+
+    Sail names the Spark version it stands for, and Databricks' client looks for itself.
+
+    Raises:
+        EngineUnavailableError: The server is older.
+    """
+    from pyspark import __version__ as ours
+
+    theirs = spark.version
+    if _is_older(theirs, ours):
+        client: Any = spark.client
+        client.close()
+        spark.stop()
+        line = ".".join(theirs.split(".")[:2])
+        raise EngineUnavailableError(
+            f"the server at {redact(remote)} is Spark {theirs}, older than the client, pyspark {ours}.\n"
+            f'  pip install "pyspark[connect]=={line}.*", or upgrade the server to Spark {ours}.'
+        )
+
+
+def _is_older(version: str, than: str) -> bool:
+    """Compare the major and minor numbers of two versions; what has none is not older."""
+    numbers = [re.match(r"(\d+)\.(\d+)", text) for text in (version, than)]
+    mine, other = ([int(number) for number in found.groups()] if found else [] for found in numbers)
+    return bool(mine and other) and mine < other
 
 
 def _retry_policy(spark: SparkSession) -> Any:

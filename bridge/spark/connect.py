@@ -6,6 +6,8 @@ import atexit
 import getpass
 import os
 import sys
+import threading
+import warnings
 import weakref
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.config import Settings, load_settings, redact
-from bridge.errors import ConfigError, EngineUnavailableError, MissingDependencyError
-from bridge.spark.channel import is_installed, is_refused, open_session
+from bridge.errors import ConfigError, EngineUnavailableError, MissingDependencyError, SessionLostError
+from bridge.spark.channel import is_installed, is_refused, open_session, refuse_older
 from bridge.spark.engines import Engine
 from bridge.spark.engines.history import HistoryEngine
 from bridge.spark.engines.sail import EmbeddedSail, SailEngine
 from bridge.spark.failures import translated
+from bridge.spark.sessions import adopt, hand_over, is_gone, is_lost, left_behind
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -59,9 +62,19 @@ class Connection:
             return self.spark.sql("SELECT current_user()").collect()[0][0] or getpass.getuser()
 
 
+@dataclass(frozen=True)
+class _Opened:
+    """A connection that this process opened, and all that it takes to open it again."""
+
+    remote: str
+    settings: Settings
+    connection: Connection
+
+
 # What this process started or looked at. A server costs seconds to start, and one must not be started twice for the
 # same remote; nothing else of `bridge` lives from call to call.
-_opened: dict[str, Connection] = {}
+_opened: dict[str, _Opened] = {}
+_opening = threading.Lock()
 _known: weakref.WeakKeyDictionary[Any, Connection] = weakref.WeakKeyDictionary()
 _servers: dict[str, Any] = {}
 
@@ -71,7 +84,8 @@ def connect(remote: str | None = None, *, profile: str | None = None) -> SparkSe
 
     The first of these that there is: `remote` (or BRIDGE_REMOTE, or that of a `profile` named here); the session that
     is active in this process; SPARK_REMOTE; Databricks, where databricks-connect is installed and configured; the
-    profile of BRIDGE_PROFILE; the embedded engine. A second call with the same answer returns the same session. What
+    profile of BRIDGE_PROFILE; the embedded engine. A second call with the same answer returns the same session, unless
+    it was stopped or has ended on the server: then a new one, with a RuntimeWarning if it was not stopped by you. What
     was started here is stopped when the process ends; other sessions are never stopped, and none is reconfigured.
 
     Args:
@@ -85,7 +99,8 @@ def connect(remote: str | None = None, *, profile: str | None = None) -> SparkSe
     Names of tables saved through `local[...]` end with the process; their files stay in `<warehouse>/spark_catalog`.
 
     Raises:
-        EngineUnavailableError: Nothing listens at the address, Java is missing, or a server does not start.
+        EngineUnavailableError: Nothing listens at the address, Java is missing, a server does not start, or it is an
+            Apache Spark older than the client.
         MissingDependencyError: The extra that brings the engine is not installed.
         ConfigError: `remote` or `profile` is not known.
 
@@ -109,6 +124,12 @@ def attach(spark: SparkSession | None, settings: Settings) -> Connection:
         return _resolve(settings, settings.remote if named else None)
     if not hasattr(spark, "client") or not hasattr(spark, "session_id"):
         raise _classic_session()
+    if spark.client.is_closed:
+        raise SessionLostError(
+            "this Spark session was stopped, or has ended on the server.\n"
+            "  Open another, spark = bridge.connect(), and repeat the call. DataFrames and temporary views of the old "
+            "session ended with it: make them again."
+        )
     if is_refused(spark):
         raise EngineUnavailableError(
             "the server of this session is gone: nothing listens any more where it was.\n"
@@ -119,29 +140,59 @@ def attach(spark: SparkSession | None, settings: Settings) -> Connection:
     return _known[spark]
 
 
+def is_replaceable(spark: SparkSession) -> bool:
+    """Return whether another session is opened in the place of this one when it is lost: it was opened here."""
+    return any(opened.connection.spark is spark for opened in _opened.values())
+
+
+def reopen(connection: Connection, settings: Settings) -> Connection:
+    """Return a connection in the place of one whose session was lost.
+
+    Raises:
+        EngineUnavailableError: The server is not back yet.
+    """
+    for key, opened in _opened.items():
+        if opened.connection.spark is connection.spark:
+            return _alive(key, opened.remote, opened.settings)
+    return attach(None, settings)  # another thread was first
+
+
 def _resolve(settings: Settings, named: str | None) -> Connection:
     if named is None:
         active = _active_session()
-        if active is not None and not (_is_ours(active) and _is_gone(active)):
+        if active is not None and not is_replaceable(active):
             return attach(active, settings)
+        ours = active or left_behind()
+        for key, opened in _opened.items():
+            if opened.connection.spark is ours:
+                return _alive(key, opened.remote, opened.settings)
     remote = named or os.environ.get("SPARK_REMOTE") or _databricks_settings() or settings.remote or "sail"
-    key = f"{remote} {settings.warehouse} {settings.spark_jars}"
-    opened = _opened.get(key)
-    if opened is None or _is_gone(opened.spark):
-        opened = _opened[key] = _open(remote, key, settings)
-    return _known.setdefault(opened.spark, opened)
+    return _alive(f"{remote} {settings.warehouse} {settings.spark_jars}", remote, settings)
 
 
-def _is_ours(spark: SparkSession) -> bool:
-    return any(connection.spark is spark for connection in _opened.values())
-
-
-def _is_gone(spark: SparkSession) -> bool:
-    """Return whether a session we opened was stopped, or its server has died; then it counts as stopped from now on."""
-    client: Any = spark.client
-    if not client.is_closed and is_refused(spark):
-        client.close()
-    return bool(client.is_closed)
+def _alive(key: str, remote: str, settings: Settings) -> Connection:
+    """Return the connection of `key`, opened if there is none, or opened again if its session is gone."""
+    with _opening:
+        opened = _opened.get(key)
+        if opened is not None and not is_gone(opened.connection.spark):
+            return _known.setdefault(opened.connection.spark, opened.connection)
+        fresh = _open(remote, key, settings)
+        adopt(fresh.spark, is_sail=fresh.engine.name == "sail")
+        replaces = opened is not None and is_lost(opened.connection.spark)
+        if opened is not None and replaces:
+            fresh = replace(fresh, profile=_known[opened.connection.spark].profile)
+            with translated(f"the session on {fresh.address}"):
+                hand_over(opened.connection.spark, fresh.spark)
+        _opened[key] = _Opened(remote, settings, fresh)
+        _known[fresh.spark] = fresh
+    if replaces:
+        warnings.warn(
+            f"the Spark session on {fresh.address} had ended, and another was opened in its place. Temporary views and "
+            "settings made in it are gone; its time zone and current schema were kept as far as known.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return fresh
 
 
 def _open(remote: str, key: str, settings: Settings) -> Connection:
@@ -159,7 +210,11 @@ def _open(remote: str, key: str, settings: Settings) -> Connection:
             atexit.register(server.stop)
         return Connection(open_session(server.remote), HistoryEngine("apache", is_here=True), remote)
     if remote.startswith("sc://"):
-        return _look_at(open_session(remote))
+        spark = open_session(remote)
+        connection = _look_at(spark)
+        if connection.engine.name == "apache":
+            refuse_older(spark, remote)
+        return connection
     if remote == "databricks" or remote.startswith("databricks://"):
         return Connection(_databricks_session(remote), HistoryEngine("databricks"), "databricks")
     raise ConfigError(

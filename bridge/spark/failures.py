@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
 
-from bridge.errors import EngineError
+from bridge.errors import AccessDeniedError, EngineError, EngineUnavailableError, SessionLostError
 
 
 class Failure(Enum):
@@ -24,7 +24,9 @@ class Failure(Enum):
     NO_TIME_TRAVEL = auto()
     SYNTAX = auto()
     TOO_LARGE = auto()
+    DENIED = auto()
     UNAVAILABLE = auto()
+    SESSION_LOST = auto()
     OTHER = auto()
 
 
@@ -44,10 +46,26 @@ _CONDITIONS = {
     "DELTA_TIMESTAMP_EARLIER_THAN_COMMIT_RETENTION": Failure.NO_VERSION,
     "DELTA_TIMESTAMP_GREATER_THAN_COMMIT": Failure.NO_VERSION,
     "UNSUPPORTED_FEATURE": Failure.NO_TIME_TRAVEL,
-    "FGAC_TIME_TRAVEL_NOT_SUPPORTED": Failure.NO_TIME_TRAVEL,  # Databricks, by its documentation
+    # Of tables with row filters or column masks, which only Databricks has: by its documentation.
+    "FGAC_TIME_TRAVEL_NOT_SUPPORTED": Failure.NO_TIME_TRAVEL,
+    "FGAC_TIME_TRAVEL_SCHEMA_MISMATCH": Failure.NO_TIME_TRAVEL,
+    "ROW_LEVEL_SECURITY_COLUMN_MASK_FEATURE_NOT_SUPPORTED": Failure.NO_TIME_TRAVEL,
+    "ROW_LEVEL_SECURITY_FEATURE_NOT_SUPPORTED": Failure.NO_TIME_TRAVEL,
+    "COLUMN_MASKS_FEATURE_NOT_SUPPORTED": Failure.NO_TIME_TRAVEL,
+    "INSUFFICIENT_PERMISSIONS": Failure.DENIED,
+    "PERMISSION_DENIED": Failure.DENIED,
+    "UNAUTHORIZED_ACCESS": Failure.DENIED,
+    # The client's own, once it has heard that the server was started again.
+    "NO_ACTIVE_SESSION": Failure.SESSION_LOST,
     "PARSE_SYNTAX_ERROR": Failure.SYNTAX,
     "PARSE_EMPTY_STATEMENT": Failure.SYNTAX,
 }
+
+# Of INVALID_HANDLE, what it says of the session; that of one operation may be invalid because it was interrupted.
+_SESSION_HANDLES = frozenset({"SESSION_CLOSED", "SESSION_NOT_FOUND", "SESSION_CHANGED"})
+
+# SQLSTATE 42501 is insufficient privilege, whatever the condition.
+_DENIED_STATE = "42501"
 
 _TEXTS = (
     (re.compile(r"TABLE_OR_VIEW_NOT_FOUND|Table not found|Invalid table location: No commit files"), Failure.NO_TABLE),
@@ -60,15 +78,34 @@ _TEXTS = (
     (re.compile(r"invalid argument: found .* expected"), Failure.SYNTAX),
     # Apache gives spark.driver.maxResultSize no condition; gRPC reports a message that is larger than allowed.
     (re.compile(r"is bigger than spark\.driver\.maxResultSize|RESOURCE_EXHAUSTED"), Failure.TOO_LARGE),
+    # Databricks sends some refusals without a condition, from below Spark.
+    (re.compile(r"PERMISSION_DENIED|INSUFFICIENT_PERMISSIONS|SQLSTATE: 42501"), Failure.DENIED),
+    (
+        re.compile(
+            r"INVALID_HANDLE\.SESSION_(?:CLOSED|NOT_FOUND|CHANGED)|session \S+ is not running"
+            r"|incorrect server side session identifier"
+        ),
+        Failure.SESSION_LOST,
+    ),
     (re.compile(r"StatusCode\.UNAVAILABLE|failed to connect to all addresses"), Failure.UNAVAILABLE),
+)
+
+# Unity Catalog's words, and those of the older table access control, which joins privileges by commas.
+_LACKS = re.compile(
+    r"does not have (?:permission )?(?P<privileges>[A-Z][A-Z_ ,]*[A-Z]) on (?P<kind>[A-Za-z][A-Za-z ]*?)"
+    r" [`'\"](?P<name>[^`'\"]+)[`'\"]"
 )
 
 
 def classify(exc: BaseException) -> Failure:
     """Return what `exc`, raised by a Spark Connect client, means."""
-    condition = (getattr(exc, "getCondition", lambda: None)() or "").partition(".")[0]
+    condition, _, detail = (getattr(exc, "getCondition", lambda: None)() or "").partition(".")
+    if condition == "INVALID_HANDLE":
+        return Failure.SESSION_LOST if detail in _SESSION_HANDLES else Failure.OTHER
     if condition in _CONDITIONS:
         return _CONDITIONS[condition]
+    if getattr(exc, "getSqlState", lambda: None)() == _DENIED_STATE:
+        return Failure.DENIED
     text = str(exc)
     return next((failure for pattern, failure in _TEXTS if pattern.search(text)), Failure.OTHER)
 
@@ -79,6 +116,8 @@ def reason(exc: BaseException) -> str:
     details = re.search(r'details = "(.*?)"\s*(?:debug_error_string|$)', text, re.DOTALL)
     lines = [line.strip() for line in (details.group(1) if details else text).splitlines() if line.strip()]
     line = lines[0] if lines else type(exc).__name__
+    if line.endswith(":") and len(lines) > 1:  # as Databricks breaks its lines
+        line = f"{line} {lines[1]}"
     return line if len(line) <= 300 else line[:297] + "..."
 
 
@@ -110,11 +149,57 @@ def _query_loggers() -> list[logging.Logger]:
 
 @contextmanager
 def translated(subject: str) -> Iterator[None]:
-    """Raise what Spark raises as an EngineError about `subject`; errors of `bridge` pass through."""
+    """Raise what Spark raises as an EngineError about `subject`; errors of `bridge` pass through.
+
+    Raises:
+        SessionLostError, EngineUnavailableError, AccessDeniedError: What a caller would act on differently.
+    """
     from pyspark.errors import PySparkException
 
     try:
         with quiet():
             yield
     except PySparkException as exc:
-        raise EngineError(f"{subject}: {reason(exc)}") from exc
+        raise _meaning(subject, exc) from exc
+
+
+def _meaning(subject: str, exc: BaseException) -> EngineError:
+    failure = classify(exc)
+    if failure is Failure.SESSION_LOST:
+        return SessionLostError(
+            f"{subject}: the Spark session has ended: {reason(exc)}\n"
+            "  Open another, spark = bridge.connect(), and repeat the call. DataFrames and temporary views of the old "
+            "session ended with it: make them again."
+        )
+    if failure is Failure.UNAVAILABLE:
+        return EngineUnavailableError(
+            f"{subject}: the server went away: {reason(exc)}\n  Connect again and repeat the call."
+        )
+    if failure is Failure.DENIED:
+        return AccessDeniedError(f"{subject}: {_denial(exc)}")
+    return EngineError(f"{subject}: {reason(exc)}")
+
+
+def _denial(exc: BaseException) -> str:
+    """Say what is not granted and what to ask for: Unity Catalog wants the privilege, and USE of all that is above."""
+    told = _LACKS.search(str(exc))
+    if told is None:
+        return f"access is denied: {reason(exc)}\n  Ask who owns it, or an administrator of the workspace."
+    kind, parts = told["kind"], told["name"].split(".")
+    name = _plain(parts)
+    also = []
+    if told["privileges"] == "WRITE VOLUME":
+        also.append(f"READ VOLUME ON VOLUME {name}")
+    if len(parts) > 1:
+        also.append(f"USE CATALOG ON CATALOG {_plain(parts[:1])}")
+    if len(parts) > 2:
+        also.append(f"USE SCHEMA ON SCHEMA {_plain(parts[:2])}")
+    return (
+        f"{told['privileges']} on {kind.lower()} {name} is not granted to you.\n"
+        f"  Ask its owner: GRANT {told['privileges']} ON {kind.upper()} {name} TO `<you>`;"
+        + (f" also needed: {', '.join(also)}." if also else "")
+    )
+
+
+def _plain(parts: list[str]) -> str:
+    return ".".join(part if re.fullmatch(r"\w+", part) else f"`{part}`" for part in parts)

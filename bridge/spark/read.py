@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import queue
 import threading
-import time
 import uuid
 from collections.abc import Generator
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from bridge.columns.contract import conform
-from bridge.errors import EngineSilentError, EngineUnavailableError, TableTooLargeError
-from bridge.spark.channel import answer_within, is_refused
+from bridge.errors import TableTooLargeError
+from bridge.spark import operation
 from bridge.spark.failures import Failure, classify, quiet, reason, translated
+from bridge.spark.operation import finish_within, probe, stop, tagged
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame
 
 # Batches that wait for the consumer. Two keep the network busy while one is converted, and bound the memory.
 _AHEAD = 2
-
-# Seconds without a batch after which the server is asked whether it still lives, and for which its answer is awaited.
-_SILENCE_S = 20.0
-_PROBE_TIMEOUT_S = 30.0
-
-# How long a server is waited for that was asked to stop an operation.
-_STOP_TIMEOUT_S = 10.0
 
 _END = object()
 
@@ -43,7 +35,8 @@ def stream_batches(frame: DataFrame, schema: pa.Schema, name: str) -> Generator[
     Raises:
         TableTooLargeError: The server refused to send that much (its maxResultSize, or the size of a message).
         EngineSilentError: The server no longer answers.
-        EngineUnavailableError: The server is gone.
+        EngineUnavailableError: The server is gone, or has ended the session (SessionLostError).
+        AccessDeniedError: The rows may not be read.
     """
     spark = frame.sparkSession
     tag = f"bridge-{uuid.uuid4().hex}"
@@ -51,15 +44,15 @@ def stream_batches(frame: DataFrame, schema: pa.Schema, name: str) -> Generator[
     stopped = threading.Event()
     fetcher = threading.Thread(target=_fetch, args=(frame, tag, arrived, stopped), name="bridge-fetch", daemon=True)
     fetcher.start()
-    finished, wait_s = False, _STOP_TIMEOUT_S
+    finished, wait_s = False, operation.STOP_TIMEOUT_S
     try:
         while True:
             try:
-                item = arrived.get(timeout=_SILENCE_S)
+                item = arrived.get(timeout=operation.SILENCE_S)
             except queue.Empty:
                 wait_s = 0.0  # for one that does not answer now
-                _probe(spark, name)
-                wait_s = _STOP_TIMEOUT_S
+                probe(spark, name)
+                wait_s = operation.STOP_TIMEOUT_S
                 continue
             if item is _END:
                 finished = True
@@ -71,16 +64,15 @@ def stream_batches(frame: DataFrame, schema: pa.Schema, name: str) -> Generator[
     finally:
         if not finished:
             stopped.set()
-            _stop(spark, tag, wait_s, fetcher, arrived)
+            stop(spark, tag, wait_s, fetcher, arrived)
 
 
 def _fetch(frame: Any, tag: str, arrived: queue.Queue[Any], stopped: threading.Event) -> None:
     spark, client = frame.sparkSession, frame.sparkSession.client
-    # Tags belong to the thread, and the request is sent by the first `next`.
-    spark.addTag(tag)
     batches = None
     try:
-        with quiet():
+        # Tags belong to the thread, and the request is sent by the first `next`.
+        with tagged(spark, tag), quiet():
             batches = client.to_table_as_iterator(frame._plan.to_proto(client), frame._plan.observations)
             for item in batches:
                 if stopped.is_set():
@@ -95,68 +87,16 @@ def _fetch(frame: Any, tag: str, arrived: queue.Queue[Any], stopped: threading.E
     finally:
         if batches is not None:
             batches.close()
-        spark.removeTag(tag)
 
 
 def _raise(exc: BaseException, name: str) -> None:
-    failure = classify(exc)
-    if failure is Failure.TOO_LARGE:
+    if classify(exc) is Failure.TOO_LARGE:
         raise TableTooLargeError(
             f"{name} is more than the server sends as one result: {reason(exc)}\n"
             '  Name fewer columns, use limit=, or use route="export".'
         ) from exc
-    if failure is Failure.UNAVAILABLE:
-        raise EngineUnavailableError(
-            f"{name}: the server went away while rows were being read: {reason(exc)}\n"
-            "  Connect again and repeat the call."
-        ) from exc
     with translated(name):
         raise exc
-
-
-def _probe(spark: SparkSession, name: str) -> None:
-    """Ask a server that has sent nothing for a while whether it lives.
-
-    Raises:
-        EngineSilentError: It does not answer.
-        EngineUnavailableError: It is gone.
-    """
-    if is_refused(spark):
-        raise EngineUnavailableError(
-            f"{name}: the server went away while rows were being read.\n  Connect again and repeat the call."
-        )
-    try:
-        answer_within(_PROBE_TIMEOUT_S, lambda: spark.conf.get("spark.sql.session.timeZone"))
-    except TimeoutError as exc:
-        raise EngineSilentError(
-            f"{name}: the server has stopped answering; nothing was kept of the rows that came.\n"
-            "  It may have run out of memory: look at its log, name fewer columns, or use limit=."
-        ) from exc
-    except Exception as exc:  # noqa: BLE001 - raised as what it means
-        _raise(exc, name)
-
-
-def _stop(
-    spark: SparkSession, tag: str, wait_s: float, runner: threading.Thread, arrived: queue.Queue[Any] | None = None
-) -> None:
-    """Stop an operation on the server and let the thread that runs it end, waiting no longer than `wait_s`.
-
-    A server that answers later gets the interrupt then. The thread may wait for room in `arrived`.
-    """
-    interrupter = threading.Thread(target=_interrupt, args=(spark, tag), name="bridge-interrupt", daemon=True)
-    interrupter.start()
-    deadline = time.monotonic() + wait_s
-    while (interrupter.is_alive() or runner.is_alive()) and time.monotonic() < deadline:
-        runner.join(0.05)
-        if arrived is not None:
-            with suppress(queue.Empty):
-                arrived.get_nowait()
-
-
-def _interrupt(spark: SparkSession, tag: str) -> None:
-    # the operation may have ended by itself, or the server be gone: either way it does not run
-    with suppress(Exception), quiet():
-        spark.interruptTag(tag)
 
 
 def _rows(frame: Any) -> pa.Table:
@@ -168,26 +108,4 @@ def _rows(frame: Any) -> pa.Table:
 
 def run_within(frame: DataFrame, timeout_s: float) -> pa.Table | None:
     """Return the rows of a small result, None (and stop it on the server) where it takes longer than `timeout_s`."""
-    outcome: list[pa.Table | BaseException] = []
-    tag = f"bridge-{uuid.uuid4().hex}"
-    spark = frame.sparkSession
-
-    def run() -> None:
-        spark.addTag(tag)
-        try:
-            with quiet():
-                outcome.append(_rows(frame))
-        except BaseException as exc:  # noqa: BLE001 - carried to the caller, who raises it
-            outcome.append(exc)
-        finally:
-            spark.removeTag(tag)
-
-    runner = threading.Thread(target=run, name="bridge-run", daemon=True)
-    runner.start()
-    runner.join(timeout_s)
-    if not outcome:
-        _stop(spark, tag, _STOP_TIMEOUT_S, runner)
-        return None
-    if isinstance(outcome[0], BaseException):
-        raise outcome[0]
-    return outcome[0]
+    return finish_within(frame.sparkSession, lambda: _rows(frame), timeout_s)

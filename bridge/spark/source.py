@@ -6,7 +6,7 @@ import re
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from bridge.spark.channel import answer_within, is_refused
 from bridge.spark.engines import Engine, Pin
 from bridge.spark.failures import Failure, classify, quiet, reason, translated
 from bridge.spark.names import near, parse_name, quote, quote_parts, sql_string
+from bridge.spark.sessions import remember_place
 from bridge.volumes.path import is_path, locate
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ class Source:
 
     `frame` reads what was asked for; `unfiltered` reads the same columns without `where` and `limit`. `pin.version` is
     None for everything but Delta tables. A private view that pins a plan is dropped by `close`. `dropped` gives the
-    rows that are left out for their NULLs, None where that was not asked for.
+    rows that are left out for their NULLs, None where that was not asked for. `is_temporary` is true of a DataFrame and
+    of a temporary view: nobody else can mean the same by its name. `where_is_text` is false where the filter was a
+    pyspark Column, whose text does not say all of it. `again` is what to resolve in another session to get the same
+    table, None where nothing does.
     """
 
     spark: SparkSession
@@ -69,6 +73,9 @@ class Source:
     is_repeatable: bool = True
     view: str | None = None
     dropped: DataFrame | None = field(default=None, repr=False)
+    is_temporary: bool = False
+    where_is_text: bool = True
+    again: str | Path | None = None
 
     @property
     def is_filtered(self) -> bool:
@@ -134,6 +141,7 @@ def resolve(
         resolved = Source(
             spark, engine, found.name, found.kind, found.location, found.pin, chosen, text, limit,
             frame, unfiltered, repeatable, found.view, dropped,
+            is_temporary=found.is_temporary, where_is_text=where is None or isinstance(where, str), again=found.again,
         )  # fmt: skip
         with translated(found.name):
             _ = resolved.schema
@@ -152,6 +160,8 @@ class _Found:
     pin: Pin
     frame: DataFrame
     view: str | None = None
+    is_temporary: bool = False
+    again: str | Path | None = None
 
     def close(self) -> None:
         if self.view is not None:
@@ -191,7 +201,7 @@ def _find(
         return _find_dataframe(source, spark, version, timestamp)
     text = str(source)
     if not isinstance(source, str) or is_path(text):
-        return _find_path(text, spark, engine, version, timestamp, volume_root)
+        return replace(_find_path(text, spark, engine, version, timestamp, volume_root), again=source)
     return _find_name(text, spark, engine, version, timestamp)
 
 
@@ -207,7 +217,8 @@ def _find_dataframe(frame: Any, spark: SparkSession, version: int | None, timest
             "  Leave spark= out: a DataFrame is read by its own session."
         )
     _refuse_version("a DataFrame", version, timestamp)
-    return _pin_plan(frame, spark, "DataFrame", "dataframe", "a DataFrame's plan has no version")
+    found = _pin_plan(frame, spark, "DataFrame", "dataframe", "a DataFrame's plan has no version")
+    return replace(found, is_temporary=True)
 
 
 def _find_path(
@@ -219,7 +230,8 @@ def _find_path(
     path = engine.spark_path(folder.folder().resolve()) if is_here else folder.name
     relation = f"delta.{quote(path)}"
     pin = engine.pin(spark, relation, path, version, timestamp)
-    return _Found(spark, text, "delta", path, pin, _read_delta(spark, text, relation, pin, version, timestamp))
+    frame, pin = _read_delta(spark, text, relation, pin, version, timestamp)
+    return _Found(spark, text, "delta", path, pin, frame)
 
 
 def _find_name(text: str, spark: SparkSession, engine: Engine, version: int | None, timestamp: str | None) -> _Found:
@@ -227,22 +239,47 @@ def _find_name(text: str, spark: SparkSession, engine: Engine, version: int | No
     relation = quote_parts(parts)
     name = ".".join(parts)
     details = _describe(spark, parts, relation, name)
-    if details and details.get("type") != "TEMPORARY":
+    is_temporary = not details or details.get("type") == "TEMPORARY"
+    again = None
+    if not is_temporary:
         # The same table by another spelling is the same table, in receipts and when exports are looked for.
-        above = (spark.catalog.currentCatalog(), spark.catalog.currentDatabase())[: 3 - len(parts)]
-        name = ".".join((*above, *parts))
+        with translated(name):
+            place = spark.catalog.currentCatalog(), spark.catalog.currentDatabase()
+        remember_place(spark, *place)
+        full = (*place[: 3 - len(parts)], *parts)
+        name, again = ".".join(full), quote_parts(full)
     if details.get("provider", "").lower() != "delta":
         is_view = "provider" not in details
         _refuse_version(f"{name}, a {'view' if is_view else details['provider'] + ' table'},", version, timestamp)
         why = "a view has no version" if is_view else f"a {details['provider']} table has no version"
         kind = "view" if is_view else "files"
-        return _pin_plan(spark.table(relation), spark, name, kind, why, details.get("location"))
+        found = _pin_plan(spark.table(relation), spark, name, kind, why, details.get("location"))
+        return replace(found, is_temporary=is_temporary, again=again)
     location = details.get("location")
     pin = engine.pin(spark, relation, location, version, timestamp)
-    return _Found(spark, name, "delta", location, pin, _read_delta(spark, name, relation, pin, version, timestamp))
+    frame, pin = _read_delta(spark, name, relation, pin, version, timestamp)
+    return _Found(spark, name, "delta", location, pin, frame, again=again)
 
 
 def _read_delta(
+    spark: SparkSession, name: str, relation: str, pin: Pin, version: int | None, timestamp: str | None
+) -> tuple[DataFrame, Pin]:
+    """Return what reads the table at its pin, and the pin: none where nobody asked for one and the table refuses it.
+
+    Tables with row filters or column masks may tell their history and yet refuse to be read at a version.
+    """
+    if version is None and timestamp is None and pin.version is not None:
+        try:
+            return _read_at(spark, name, relation, pin, version, timestamp), pin
+        except SourceError as exc:
+            cause = exc.__cause__
+            if cause is None or classify(cause) is not Failure.NO_TIME_TRAVEL:
+                raise
+            pin = Pin(None, None, f"the table refuses time travel: {reason(cause)}")
+    return _read_at(spark, name, relation, pin, version, timestamp), pin
+
+
+def _read_at(
     spark: SparkSession, name: str, relation: str, pin: Pin, version: int | None, timestamp: str | None
 ) -> DataFrame:
     at_time = "" if timestamp is None else f" TIMESTAMP AS OF {sql_string(timestamp)}"
@@ -328,7 +365,8 @@ def _time_travel(name: str, version: int | None, timestamp: str | None) -> Itera
     """Say what a failed read of a version means."""
     from pyspark.errors import PySparkException
 
-    asked = f"version {version}" if version is not None else f"timestamp {timestamp!r}"
+    asked = "its newest version" if timestamp is None else f"timestamp {timestamp!r}"
+    asked = asked if version is None else f"version {version}"
     try:
         with translated(name):
             yield
@@ -417,6 +455,9 @@ def _filtered(frame: DataFrame, where: str | Column, name: str) -> DataFrame:
             _ = filtered.select(quote(frame.columns[0])).schema
     except PySparkException as exc:
         failure = classify(exc)
+        if failure in (Failure.SESSION_LOST, Failure.UNAVAILABLE, Failure.DENIED):
+            with translated(name):
+                raise
         if failure is Failure.NO_COLUMN:
             raise SourceNotFoundError(
                 f"where names a column that {name} does not have: {reason(exc)}\n"

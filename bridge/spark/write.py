@@ -2,126 +2,380 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
+import uuid
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from bridge.errors import ExportError
+from bridge.progress import progress_bar, task_bar
 from bridge.spark.failures import translated
-from bridge.spark.read import stream_batches
+from bridge.spark.names import quote
+from bridge.spark.operation import run_watched
+from bridge.spark.read import run_within, stream_batches
+from bridge.spark.shape import Shape, fitted
+from bridge.spark.size import COUNT_TIMEOUT_S, Size, assumed_width
 from bridge.spark.source import Source
 from bridge.volumes.path import Place
 from bridge.volumes.stores import flush_file
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import Column, DataFrame
 
 COMPRESSION = "zstd"
+# Apache Spark's own
+_COMPRESSION_LEVEL = 3
+
+# Without it timestamps are INT96, of which the year 1600 reads back as 2184. Only the dotted form works.
+_TIMESTAMPS = ("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
+
+# Bytes of a row in a file are told by this many rows, or as many as this many bytes of Arrow hold.
+_SAMPLE_ROWS = 65_536
+_SAMPLE_BYTES = 32 << 20
+
+# Rows that stay together when rows are dealt to shards.
+_DEALT_ROWS = 1000
+
+_PARTITIONS_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
 class Written:
-    """Which files were written, in the order of their rows, and how many rows went into them by another count."""
+    """How many rows were written by another count than that of the files.
 
-    names: tuple[str, ...]
+    `names` are the files in the order of their rows; None where Spark wrote them, which tells it by a listing.
+    `as_micros` names the columns of instants that stand as integers of microseconds.
+    """
+
     num_rows: int
+    names: tuple[str, ...] | None = None
+    as_micros: frozenset[str] = frozenset()
 
 
-def write_shards(source: Source, place: Place, *, shard_bytes: int, row_group_bytes: int, row_bytes: float) -> Written:
+def write_shards(
+    source: Source, place: Place, shape: Shape, size: Size, *, as_micros: bool = False, show: bool | None = None
+) -> Written:
     """Write the rows of `source.frame` into the new folder `place`.
 
     Args:
-        shard_bytes: About how large a file should be.
-        row_group_bytes: About how large a row group should be, before compression.
-        row_bytes: The estimated Arrow width of a row; Spark takes the size of a file in rows.
+        size: What is known of the rows. What a shape needs and is not known is asked for.
+        as_micros: Whether instants are written as integers, for a server that writes them as INT96 whatever it is told.
+        show: Whether progress is shown; None: where someone can see it.
     """
     if source.engine.spark_writes:
-        rows = max(1, round(shard_bytes / max(row_bytes, 1.0)))
-        return _spark_shards(source.frame, place, source.name, rows, row_group_bytes)
+        return _spark_shards(source, place, shape, size, as_micros, show)
     folder = place.folder()
     folder.mkdir(parents=True)
-    with closing(stream_batches(source.frame, source.schema, source.name)) as batches:
-        return _stream_shards(batches, folder, source.schema, shard_bytes, row_group_bytes)
+    shard_rows = None
+    if shape.num_shards is not None:
+        shard_rows = -(-_num_rows(source, size) // shape.num_shards)
+    bar = progress_bar(f"export {source.name}", total=size.num_rows, unit=" rows", enabled=show)
+    with bar, closing(stream_batches(_arranged(source.frame, shape), source.schema, source.name)) as batches:
+        return write_stream(_counted(batches, bar), folder, source.schema, shape, shard_rows)
 
 
-def _spark_shards(frame: DataFrame, place: Place, name: str, rows_per_file: int, row_group_bytes: int) -> Written:
+def _counted(batches: Iterable[pa.Table], bar: Any) -> Iterable[pa.Table]:
+    for batch in batches:
+        yield batch
+        bar.update(batch.num_rows)
+
+
+def _arranged(frame: DataFrame, shape: Shape) -> DataFrame:
+    """Return the frame sorted or mixed as a whole, for a stream."""
+    if shape.order_by:
+        return frame.orderBy(*map(quote, shape.order_by))
+    if shape.shuffle_at_write is not None:
+        mixed, key, added = _with_key(frame, shape.shuffle_at_write)
+        return mixed.orderBy(key).drop(*added)
+    return frame
+
+
+def _with_key(frame: DataFrame, seed: int) -> tuple[DataFrame, str, list[str]]:
+    """Return the frame with a column to mix its rows by, its name, and the names of all that was added.
+
+    rand(seed) would not do: Sail starts it anew for every 1,024 rows.
+    """
+    from pyspark.sql.connect import functions as F
+
+    number, key = (f"bridge_{uuid.uuid4().hex}" for _ in range(2))
+    frame = frame.withColumn(number, F.monotonically_increasing_id())
+    return frame.withColumn(key, F.xxhash64(number, F.lit(seed))), key, [number, key]
+
+
+# --- by Spark
+
+
+def _spark_shards(
+    source: Source, place: Place, shape: Shape, size: Size, as_micros: bool, show: bool | None
+) -> Written:
     from pyspark.sql import Observation
     from pyspark.sql.connect import functions as F
 
+    with translated(source.name):
+        frame, converted = _as_micros(source.frame) if as_micros else (source.frame, frozenset())
+        frame, most_rows = _laid_out(frame, source, shape, size)
     observation = Observation()
-    with translated(name):
-        observed = frame.observe(observation, F.count(F.lit(1)).alias("num_rows"))
-        (
-            observed.write.option("compression", COMPRESSION)
-            # Without it timestamps are INT96, of which the year 1600 reads back as 2184. Only the dotted form works.
-            .option("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
-            .option("parquet.block.size", str(row_group_bytes))
-            .option("maxRecordsPerFile", str(rows_per_file))
-            .parquet(place.spark)
-        )
-        num_rows = int(observation.get["num_rows"])
-    folder = place.folder()
-    if not (folder / "_SUCCESS").exists() and not any(folder.glob("*.parquet")):
-        raise ExportError(
-            f"Spark wrote {place.spark}, but no file of it can be seen at {folder}.\n"
-            "  Use a volume that both the cluster and this process have."
-        )
-    return Written(tuple(sorted((path.name for path in folder.glob("*.parquet")), key=_natural)), num_rows)
+    write = (
+        frame.observe(observation, F.count(F.lit(1)).alias("num_rows"))
+        .write.option("compression", COMPRESSION)
+        .option(*_TIMESTAMPS)
+        .option("parquet.block.size", str(shape.row_group_bytes))
+        .option("maxRecordsPerFile", str(most_rows))
+    )
+
+    def run() -> int:
+        write.parquet(place.spark)
+        return int(observation.get["num_rows"])
+
+    with task_bar(f"export {source.name}", enabled=show) as tell:
+        written = run_watched(source.spark, run, source.name, on_progress=tell)
+    return Written(written, None, converted)
+
+
+def _laid_out(frame: DataFrame, source: Source, shape: Shape, size: Size) -> tuple[DataFrame, int]:
+    """Return the frame with a partition for each task that is to write, and how many rows a file may hold."""
+    is_scan = source.kind in ("delta", "files") and source.limit is None
+    is_moved = bool(shape.order_by or shape.shuffle_at_write is not None)
+    if shape.num_shards is not None:
+        return _moved(frame, source, shape, shape.num_shards, is_scan), 0
+    with ThreadPoolExecutor(1, "bridge-sample") as beside:
+        sample = beside.submit(_file_bytes, source, shape, size)
+        # what is moved needs a number; what is not moved can be fitted where partitions are those of files
+        rows = [_num_rows(source, size)] if is_moved else _partition_rows(source) if is_scan else []
+        shard_rows = max(1, round(shape.shard_bytes / sample.result()))
+    if is_moved:
+        count = max(1, round(sum(rows) / shard_rows))
+        return _moved(frame, source, shape, count, is_scan), round(1.2 * shard_rows)
+    if not rows:
+        return frame, shard_rows
+    num_tasks, most_rows = fitted(rows, shard_rows)
+    return frame if num_tasks == len(rows) else frame.coalesce(num_tasks), most_rows
+
+
+def _num_rows(source: Source, size: Size) -> int:
+    """Return how many rows there are, however long it takes to count them."""
+    from pyspark.sql.connect import functions as F
+
+    if size.num_rows is not None and not size.is_bound:
+        return size.num_rows
+    counting = source.frame.agg(F.count(F.lit(1)))
+    return int(run_watched(source.spark, counting.toArrow, source.name).column(0)[0].as_py())
+
+
+def _partition_rows(source: Source) -> list[int]:
+    """Return how many rows each partition of a scan holds; none where that takes too long to count."""
+    from pyspark.sql.connect import functions as F
+
+    counts = source.frame.groupBy(F.spark_partition_id().alias("id")).agg(F.count(F.lit(1)).alias("rows"))
+    found = run_within(counts, _PARTITIONS_TIMEOUT_S)
+    if found is None or found.num_rows == 0:
+        return []
+    by_id = dict(zip(found["id"].to_pylist(), found["rows"].to_pylist(), strict=True))
+    return [by_id.get(partition, 0) for partition in range(max(by_id) + 1)]
+
+
+def _file_bytes(source: Source, shape: Shape, size: Size) -> float:
+    """Return about how many bytes a row takes in a file: those of the table's first rows, written as Spark would."""
+    width = size.row_bytes or assumed_width(source.schema)
+    most = min(_SAMPLE_ROWS, int(_SAMPLE_BYTES // max(width, 1.0)) + 1)
+    rows = run_within(source.unfiltered.limit(most), COUNT_TIMEOUT_S)
+    if rows is None or rows.num_rows == 0:
+        return max(1.0, width / 2)
+    if shape.order_by:
+        rows = rows.sort_by([(name, "ascending") for name in shape.order_by])
+    elif shape.shuffle_at_write is not None:
+        rows = rows.take(np.random.default_rng(0).permutation(rows.num_rows))
+    # Spark gives a dictionary up where it does not pay; pyarrow only where it has grown to a megabyte.
+    pays = [
+        name
+        for name, column in zip(rows.column_names, rows.columns, strict=True)
+        if pa.types.is_nested(column.type) or 2 * pc.count_distinct(column).as_py() < rows.num_rows
+    ]
+    sink = io.BytesIO()
+    pq.write_table(
+        rows, sink, compression=COMPRESSION, compression_level=_COMPRESSION_LEVEL, use_dictionary=pays or False
+    )
+    footer = pq.read_metadata(sink)
+    in_file = sum(
+        footer.row_group(group).column(column).total_compressed_size
+        for group in range(footer.num_row_groups)
+        for column in range(footer.num_columns)
+    )
+    return max(1.0, float(in_file / rows.num_rows))
+
+
+def _moved(frame: DataFrame, source: Source, shape: Shape, count: int, is_scan: bool) -> DataFrame:
+    """Return the frame with its rows moved to `count` partitions, each of which becomes a shard.
+
+    Args:
+        is_scan: Whether rows come in the same order each time, as those of files do. A row that a task sees elsewhere
+            when it is run again could be dealt twice, or never; repartition(n) alone sorts before it deals.
+    """
+    from pyspark.sql.connect import functions as F
+
+    if shape.order_by:
+        names = [quote(name) for name in shape.order_by]
+        return frame.repartitionByRange(count, *names).sortWithinPartitions(*names)
+    if shape.shuffle_at_write is not None:
+        mixed, key, added = _with_key(frame, shape.shuffle_at_write)
+        to = _dealing_key(source, count, F.pmod(F.col(key), F.lit(count)))
+        dealt = mixed.repartition(count, to) if is_scan else mixed.repartition(count)
+        return dealt.sortWithinPartitions(key).drop(*added)
+    if not is_scan:
+        return frame.repartition(count)
+    number = f"bridge_{uuid.uuid4().hex}"
+    # The partition is in the upper 31 bits, the row within it in the lower 33. What lies together compresses together.
+    to = F.expr(f"(shiftright({number}, 33) + ({number} & {(1 << 33) - 1}) DIV {_DEALT_ROWS}) % {count}")
+    numbered = frame.withColumn(number, F.monotonically_increasing_id())
+    return numbered.repartition(count, _dealing_key(source, count, to)).drop(number)
+
+
+def _dealing_key(source: Source, count: int, number: Column) -> Column:
+    """Return a column by which Spark moves a row to the partition `number` of `count`, exactly.
+
+    Spark deals by pmod(hash(key), count); one key for each partition is found by asking it.
+    """
+    from pyspark.sql.connect import functions as F
+
+    tried = source.spark.range(32 * count + 100).select("id", F.pmod(F.hash("id"), F.lit(count)).alias("partition"))
+    found = tried.groupBy("partition").agg(F.min("id").alias("key")).toArrow()
+    keys = dict(zip(found["partition"].to_pylist(), found["key"].to_pylist(), strict=True))
+    return F.element_at(F.lit([keys[each] for each in range(count)]), number.cast("int") + 1).cast("bigint")
+
+
+def _as_micros(frame: DataFrame) -> tuple[DataFrame, frozenset[str]]:
+    """Return the frame with its columns of instants as integers of microseconds since 1970, and their names."""
+    from pyspark.sql.connect import functions as F
+    from pyspark.sql.types import TimestampType
+
+    names = frozenset(field.name for field in frame.schema.fields if isinstance(field.dataType, TimestampType))
+    columns = [
+        F.unix_micros(quote(name)).alias(name) if name in names else F.col(quote(name)) for name in frame.columns
+    ]
+    return frame.select(*columns), names
+
+
+def listed_shards(folder: Path) -> list[str]:
+    """Return the Parquet files that Spark wrote into `folder`, as far as they are seen, in the order of their rows.
+
+    Where a commit of Databricks lists its files, what else is there was written by tasks that failed:
+    https://docs.databricks.com/data/manage-table-writes (DBIO), and is no part of it.
+    """
+    committed = [json.loads(path.read_bytes()) for path in folder.glob("_committed_*") if path.name[11:].isdigit()]
+    names = {path.name for path in folder.glob("*.parquet")}
+    if committed:
+        names = {name for commit in committed for name in commit["added"]}
+        names -= {name for commit in committed for name in commit.get("removed", ())}
+    return sorted(names, key=_natural)
 
 
 def _natural(name: str) -> tuple[int, ...]:
     """Sort `part-00002-...-c000` by partition, then by the file within it."""
-    return tuple(int(number) for number in re.findall(r"^part-(\d+)|-c(\d+)", name) for number in number if number)
+    return tuple(int(number) for number in re.findall(r"^part-(\d+)|-c(\d+)\.", name) for number in number if number)
 
 
-def _stream_shards(
-    batches: Iterable[pa.Table], folder: Path, schema: pa.Schema, shard_bytes: int, row_group_bytes: int
+# --- from a stream
+
+
+def write_stream(
+    batches: Iterable[pa.Table], folder: Path, schema: pa.Schema, shape: Shape, shard_rows: int | None = None
 ) -> Written:
-    names: list[str] = []
+    """Write the rows of `batches` as shards into `folder`, in their order; little more than a row group is in memory.
+
+    Args:
+        shard_rows: Rows of a shard, in place of the shape's bytes; all that is left goes into the last one.
+    """
+    shards = _Shards(folder, schema, shape, shard_rows)
     num_rows = 0
-    writer: pq.ParquetWriter | None = None
-    pending: list[pa.Table] = []
-    pending_bytes = 0
-
-    def flush() -> None:
-        nonlocal writer, pending, pending_bytes
-        if writer is None:
-            names.append(f"part-{len(names):05d}.parquet")
-            writer = pq.ParquetWriter(folder / names[-1], schema, compression=COMPRESSION)
-        table = pa.concat_tables(pending).combine_chunks()
-        writer.write_table(table, row_group_size=max(1, table.num_rows))
-        pending, pending_bytes = [], 0
-        if (folder / names[-1]).stat().st_size >= shard_bytes:
-            close()
-
-    def close() -> None:
-        nonlocal writer
-        if writer is not None:
-            writer.close()
-            writer = None
-            flush_file(folder / names[-1])
-
     try:
         for batch in batches:
             num_rows += batch.num_rows
-            if batch.num_rows:
-                pending.append(batch)
-                pending_bytes += batch.nbytes
-            if pending_bytes >= row_group_bytes:
-                flush()
-        if pending:
-            flush()
-        close()
+            shards.add(batch)
+        shards.finish()
     finally:
-        if writer is not None:
+        shards.close()
+    return Written(num_rows, tuple(shards.names))
+
+
+class _Shards:
+    """Cuts a stream of rows into row groups, and these into shards."""
+
+    def __init__(self, folder: Path, schema: pa.Schema, shape: Shape, shard_rows: int | None) -> None:
+        self.names: list[str] = []
+        self._folder = folder
+        self._schema = schema
+        self._shape = shape
+        self._shard_rows = shard_rows
+        self._writer: pq.ParquetWriter | None = None
+        self._pending: list[pa.Table] = []
+        self._pending_bytes = self._pending_rows = self._rows = 0
+        # bytes in a file for one of Arrow, by what was written so far
+        self._ratio = 1.0
+
+    def add(self, batch: pa.Table) -> None:
+        """Take rows, and write a row group when there are enough."""
+        while batch.num_rows:
+            room = self._room()
+            take = batch.num_rows if room is None else min(room, batch.num_rows)
+            self._pending.append(batch.slice(0, take))
+            self._pending_bytes += round(batch.nbytes * take / batch.num_rows)
+            self._pending_rows += take
+            batch = batch.slice(take)
+            if self._pending_bytes >= self._group_bytes() or take == room:
+                self._write_row_group()
+
+    def finish(self) -> None:
+        """Write what is left. There is a file even where there are no rows."""
+        if self._pending or not self.names:
+            self._write_row_group()
+        self.close()
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        if self._writer is not None:
+            writer, self._writer, self._rows = self._writer, None, 0
             writer.close()
-    if not names:
-        names.append("part-00000.parquet")
-        pq.ParquetWriter(folder / names[-1], schema, compression=COMPRESSION).close()
-    return Written(tuple(names), num_rows)
+            flush_file(self._folder / self.names[-1])
+
+    def _room(self) -> int | None:
+        """Return how many rows the shard still takes, None where its bytes decide."""
+        if self._shard_rows is None or len(self.names) == self._shape.num_shards:
+            return None
+        return max(1, self._shard_rows) - self._rows - self._pending_rows
+
+    def _group_bytes(self) -> float:
+        """Return at how many bytes of Arrow a row group is written, so that a shard ends near its size."""
+        if self._shard_rows is not None:
+            return self._shape.row_group_bytes
+        left = self._shape.shard_bytes - self._size()
+        return max(1.0, min(self._shape.row_group_bytes, left / self._ratio))
+
+    def _size(self) -> int:
+        return (self._folder / self.names[-1]).stat().st_size if self._writer is not None else 0
+
+    def _write_row_group(self) -> None:
+        if self._writer is None:
+            self.names.append(f"part-{len(self.names):05d}.parquet")
+            self._writer = pq.ParquetWriter(self._folder / self.names[-1], self._schema, compression=COMPRESSION)
+        if not self._pending:
+            return
+        rows = pa.concat_tables(self._pending).combine_chunks()
+        before = self._size()
+        self._writer.write_table(rows, row_group_size=rows.num_rows)
+        size = self._size()
+        self._rows += rows.num_rows
+        self._ratio = max((size - before) / max(rows.nbytes, 1), 1e-6)
+        self._pending, self._pending_bytes, self._pending_rows = [], 0, 0
+        is_full = size >= 0.98 * self._shape.shard_bytes if self._shard_rows is None else self._room() == 0
+        if is_full:
+            self.close()

@@ -12,10 +12,11 @@ from bridge.columns.rules import Rules, by_spark
 from bridge.config import load_settings
 from bridge.display import did_you_mean
 from bridge.errors import ExportNotFoundError, PolicyError
-from bridge.loading.parquet import ExportedRowGroups
 from bridge.manifest import Manifest
-from bridge.tables.fetch import fetch
-from bridge.tables.prepare import prepare
+from bridge.spark.shape import Shape
+from bridge.tables.fetch import load_for_all
+from bridge.tables.prepare import Reuse
+from bridge.tables.publish import bind, export_folder
 from bridge.tables.table import Table
 from bridge.volumes.commit import complete_attempts, read_marker
 from bridge.volumes.path import locate
@@ -36,37 +37,55 @@ def export_table(
     where: str | Column | None = None,
     version: int | None = None,
     timestamp: str | datetime | None = None,
+    limit: int | None = None,
     policies: Policies | None = None,
     shard_bytes: int | str = "1GiB",
     row_group_bytes: int | str = "64MiB",
+    num_shards: int | None = None,
+    order_by: str | Sequence[str] | None = None,
+    shuffle_at_write: int | None = None,
     reuse: bool = True,
+    max_age_s: float | None = None,
+    shared: bool = False,
     spark: SparkSession | None = None,
 ) -> Table:
     """Write a table's rows as Parquet shards into a folder of a volume, and return a Table over them.
 
     The export is complete or absent: it has a folder of its own under `volume`, and readers find it by a marker that is
-    written last. With `reuse`, a complete export of the same version, columns, filter, policies and shape by the same
-    user is returned instead, and Spark reads no rows; what has no version (views, DataFrames) and what is filtered by a
-    Column is always exported afresh.
+    written last. With `reuse`, a complete export of the same version, columns, filter and shape by the same user is
+    returned instead, and Spark reads no rows. Under a process group it is one call of all ranks, as `load_table` is.
 
     Args:
-        source: As in `load_table`.
+        source: As in `load_table`; so are the arguments up to `policies`.
         volume: A folder or volume; else the setting `volume`, else the embedded engine's data folder.
-        policies: As in `load_table`. The files hold what Spark gave; the table returned, and `open_export`, apply them.
-        shard_bytes: About how large a file should be.
+        policies: The files hold what Spark gave, without the rows of drop_nulls() and with the text of to_json(); the
+            table returned, and `open_export`, apply the rest.
+        shard_bytes: About how large a file should be. The last one may be smaller, and so may all where it cannot be
+            known how many rows there are.
         row_group_bytes: About how large a row group should be before compression.
+        num_shards: How many files there should be, in place of `shard_bytes`; fewer where there are fewer rows.
+        order_by: Columns by which all rows are sorted, as Spark sorts (NULL first), through the files in their order.
+        shuffle_at_write: A seed by which all rows are mixed once, so that training may read in order.
+        reuse: Whether an export that is there may be returned.
+        max_age_s: Take also an export that need not hold the rows of today, if it was begun so many seconds ago at
+            most: of a view, of a table without versions or whose history may not be read, or with a filter that
+            reads the clock. Without it these are exported afresh; a DataFrame, a temporary view and a filter that is
+            a Column always are.
+        shared: Take also exports by other users who said so, and let them take this one. Whoever is asked first gives
+            the others what they may see: say so only where row filters and masks are the same for all.
 
     Raises:
         VolumeError: There is no volume, or it cannot be written.
         ExportError: The rows that were written are not the rows that were read; nothing is left visible.
-        SourceNotFoundError, SourceError, PolicyError, EngineError: As in `load_table`.
+        SourceNotFoundError, SourceError, PolicyError, EngineError, RankError: As in `load_table`.
     """
-    with prepare(
-        source, columns=columns, where=where, version=version, timestamp=timestamp, policies=policies,
-        route="export", volume=volume, spark=spark, shard_bytes=shard_bytes, row_group_bytes=row_group_bytes,
-        reuse=reuse,
-    ) as prepared:  # fmt: skip
-        return fetch(prepared)
+    arguments = {
+        "source": source, "volume": volume, "columns": columns, "where": where, "version": version,
+        "timestamp": timestamp, "limit": limit, "policies": policies,
+        "shape": Shape.checked(shard_bytes, row_group_bytes, num_shards, order_by, shuffle_at_write),
+        "reuse": Reuse(reuse, max_age_s, shared),
+    }  # fmt: skip
+    return load_for_all("export_table", arguments, spark, route="export")
 
 
 def open_export(
@@ -93,7 +112,8 @@ def open_export(
         ExportNotFoundError: No complete export of that table and version is there.
     """
     settings = load_settings()
-    folder = locate(root_or_path, settings.volume_root).folder()
+    root = locate(root_or_path, settings.volume_root)
+    folder = root.folder()
     marker = read_marker(LocalStorage(folder))
     if marker is not None:
         found = Manifest.from_json(marker.body, folder)
@@ -102,12 +122,15 @@ def open_export(
             wanted = _named(table or found.table, version)
             raise ExportNotFoundError(f"{folder} holds {_named(found.table, found.version)}, not {wanted}.")
         return _opened(folder, found, policies, settings)
-    newest: dict[str, tuple[Path, Manifest]] = {}
-    for parent in sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else ():
+    own = export_folder(root, table).folder() if table is not None else None
+    parents = [own] if own and own.is_dir() else _folders(folder)
+    newest: dict[str, dict[str, tuple[Path, Manifest]]] = {}
+    for parent in parents:
         for attempt, marker in complete_attempts(LocalStorage(parent)):
             manifest = Manifest.from_json(marker.body, parent / attempt.name)
             if version is None or manifest.version == version:
-                newest.setdefault(manifest.table, (parent / attempt.name, manifest))
+                kinds = newest.setdefault(manifest.table, {})
+                kinds.setdefault(_kind(manifest), (parent / attempt.name, manifest))
     asked = "" if version is None else f" of version {version}"
     if not newest:
         raise ExportNotFoundError(
@@ -119,7 +142,26 @@ def open_export(
         raise ExportNotFoundError(f"{folder} holds no complete export of {table}{asked}.{hint}")
     if len(named) > 1:
         raise ExportNotFoundError(f"{folder} holds exports of {', '.join(named)}.\n  Say which, in full: table=.")
-    return _opened(*newest[named[0]], policies, settings)
+    kinds = newest[named[0]]
+    if len(kinds) > 1:
+        lines = "".join(f"\n  {kind}: {path}" for kind, (path, _) in kinds.items())
+        raise ExportNotFoundError(
+            f"{folder} holds exports of {named[0]}{asked} that hold different rows or columns. Open one by its own "
+            f"folder, or keep them under folders of their own:{lines}"
+        )
+    return _opened(*next(iter(kinds.values())), policies, settings)
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+
+
+def _kind(manifest: Manifest) -> str:
+    """Say what an export holds of its table's columns and rows."""
+    query = manifest.query
+    parts = [f"columns {', '.join(query.get('columns', manifest.schema.names))}"]
+    parts += [f"{name} {query[name]}" for name in ("where", "limit", "drop_nulls", "to_json") if query.get(name)]
+    return "; ".join(parts)
 
 
 def _opened(folder: Path, manifest: Manifest, policies: Policies | None, settings: Settings) -> Table:
@@ -127,10 +169,7 @@ def _opened(folder: Path, manifest: Manifest, policies: Policies | None, setting
     if policies is not None:
         if any(by_spark(policies)):
             raise PolicyError("drop_nulls() and to_json() are done by Spark: export the table with them.")
-        row_groups = ExportedRowGroups(folder, manifest)
-        rules = Rules.choose(manifest.schema, policies).bound(
-            lambda: map(row_groups.read, range(len(row_groups.row_counts)))
-        )
+        rules = bind(folder, manifest, Rules.choose(manifest.schema, policies))
     return Table.exported(folder, manifest, rules, client_max_bytes=settings.client_max_bytes)
 
 

@@ -2,24 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from bridge.columns.rules import Rules
 from bridge.display import format_bytes, format_count
 from bridge.errors import TableTooLargeError, VolumeError
 from bridge.progress import progress_bar
 from bridge.spark.read import stream_batches
 from bridge.spark.source import Source
-from bridge.tables.prepare import Prepared
-from bridge.tables.publish import export_folder, write_export
+from bridge.tables.prepare import Prepared, prepare
+from bridge.tables.publish import bind, export_folder, write_export
+from bridge.tables.ranks import shared
 from bridge.tables.receipt import make_receipt
+from bridge.tables.replay import with_replay
 from bridge.tables.table import Table
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 # Batches as servers send them are small; they are joined to pieces of this size while they arrive, so that no moment
 # needs the whole table twice.
 _PIECE_BYTES = 32 << 20
+
+
+def load_for_all(name: str, arguments: Mapping[str, Any], spark: SparkSession | None, **options: Any) -> Table:
+    """Prepare and fetch, once for all ranks of a process group.
+
+    Args:
+        name: The function that was called, and `arguments` what with; but for the session, which rank 0 alone needs.
+        options: What goes to `prepare` beside them.
+    """
+    return shared(lambda: with_replay(prepare, fetch, spark=spark, **arguments, **options), name, arguments)
 
 
 def fetch(prepared: Prepared) -> Table:
@@ -101,21 +119,30 @@ def _export(prepared: Prepared) -> Table:
         estimate, ceiling = prepared.size.num_bytes or 0, prepared.plan.max_bytes
         about = f"would take about {format_bytes(estimate)}"
         raise _too_large(prepared, about if estimate > ceiling else f"takes more than {format_bytes(ceiling)}")
-    if prepared.reusable is not None:
-        folder, manifest = prepared.reusable
+    parent = export_folder(prepared.volume, prepared.source.name)
+    # what others completed while this was measured is as good
+    found = prepared.reusable or prepared.reuse.find(parent, prepared.identity)
+    plan = prepared.plan
+    if found is not None:
+        folder, manifest = found
+        plan = replace(plan, reuses=str(folder), reuse_reason=f"reused: {folder}")
+        rules = Rules.from_json(manifest.schema, manifest.receipt["policies"])
+        if not rules.fulfils(prepared.rules):
+            rules = bind(folder, manifest, prepared.rules)
     else:
-        folder, manifest = write_export(
+        folder, manifest, rules = write_export(
             prepared.source,
             prepared.connection,
-            export_folder(prepared.volume, prepared.source),
+            parent,
             identity=prepared.identity,
-            shard_bytes=prepared.shard_bytes,
-            row_group_bytes=prepared.row_group_bytes,
-            row_bytes=prepared.size.row_bytes,
+            shape=prepared.shape,
+            size=prepared.size,
             rules=prepared.rules,
+            facts={"num_dropped": plan.num_dropped},
+            show=prepared.settings.progress,
         )
     return Table.exported(
-        folder, manifest, plan=prepared.plan, client_max_bytes=prepared.settings.client_max_bytes
+        folder, manifest, rules, plan=plan, client_max_bytes=prepared.settings.client_max_bytes
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.tables.fetch import fetch
+from bridge.tables.fetch import load_for_all
 from bridge.tables.plan import Plan
 from bridge.tables.prepare import prepare
 from bridge.tables.table import Table
@@ -64,6 +64,9 @@ def load_table(
     A Delta table is read at one version, the newest unless `version` or `timestamp` is given; its rows come in no
     particular order. A result that outgrows `max_bytes` while it is collected is stopped on the server and exported.
 
+    Where a torch process group is initialized, all its ranks make this call: rank 0 alone talks to Spark, the others
+    receive the rows or open the same export, and what fails on rank 0 is raised on all.
+
     Args:
         source: "catalog.schema.table", "schema.table", "table", a path of a Delta table, or a Spark Connect DataFrame.
         columns: Names of the columns to read, in this order; default: all.
@@ -91,6 +94,7 @@ def load_table(
         TableTooLargeError: More than `max_bytes` with route "collect", or with "auto" and no volume to export to.
         EngineUnavailableError, EngineSilentError: The server cannot be reached, or went silent.
         ExportError, VolumeError: The export could not be completed; nothing of it is visible.
+        RankError: A rank did not make this call, made it with other arguments, or was lost.
 
     Example:
         >>> import bridge
@@ -99,8 +103,8 @@ def load_table(
         >>> table.to_numpy()["id"].tolist()
         [0, 1, 2]
     """
-    with prepare(
-        source, columns=columns, where=where, version=version, timestamp=timestamp, limit=limit,
-        policies=policies, route=route, max_bytes=max_bytes, volume=volume, spark=spark,
-    ) as prepared:  # fmt: skip
-        return fetch(prepared)
+    arguments = {
+        "source": source, "columns": columns, "where": where, "version": version, "timestamp": timestamp,
+        "limit": limit, "policies": policies, "route": route, "max_bytes": max_bytes, "volume": volume,
+    }  # fmt: skip
+    return load_for_all("load_table", arguments, spark)

@@ -13,13 +13,16 @@ from typing import TYPE_CHECKING, Any
 from bridge.columns.contract import type_contract
 from bridge.columns.rules import Policies, Rules, by_spark
 from bridge.config import Settings, collect_ceiling, data_folder, load_settings
+from bridge.distributed import local_world_size
 from bridge.errors import SourceError, VolumeError
 from bridge.manifest import Manifest
 from bridge.spark.connect import Connection, attach
+from bridge.spark.shape import Shape
 from bridge.spark.size import Size, count_rows, measure
 from bridge.spark.source import Source, resolve
+from bridge.tables.identity import Identity
 from bridge.tables.plan import Plan, decide
-from bridge.tables.publish import ROW_GROUP_BYTES, SHARD_BYTES, export_folder, find_reusable, identity, shape
+from bridge.tables.publish import export_folder, find_reusable, why_new
 from bridge.tables.receipt import spark_types
 from bridge.volumes.path import Place, locate
 
@@ -37,12 +40,37 @@ class Prepared:
     size: Size
     volume: Place | None
     reusable: tuple[Path, Manifest] | None
-    identity: str | None
+    reuse: Reuse
+    identity: Identity
     rules: Rules
-    shard_bytes: int
-    row_group_bytes: int
+    shape: Shape
     settings: Settings
     auto: bool
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Which exports may be taken in place of a new one.
+
+    `max_age_s` is how old one may be whose rows need not be those of today; None: it is not taken. With `is_shared`,
+    those of all users who say so, with the rights of whoever made them.
+    """
+
+    is_wanted: bool = True
+    max_age_s: float | None = None
+    is_shared: bool = False
+
+    def __post_init__(self) -> None:
+        if self.max_age_s is None:
+            return
+        if isinstance(self.max_age_s, bool) or not isinstance(self.max_age_s, int | float) or not self.max_age_s > 0:
+            raise ValueError(f"max_age_s is {self.max_age_s!r}; give a number of seconds above 0.")
+        if not self.is_wanted:
+            raise ValueError("max_age_s says which export may be reused, and reuse=False that none may.")
+
+    def find(self, folder: Place, identity: Identity) -> tuple[Path, Manifest] | None:
+        """Return the export that may be taken."""
+        return find_reusable(folder, identity, self.max_age_s) if self.is_wanted else None
 
 
 @contextmanager
@@ -53,9 +81,8 @@ def prepare(
     volume: str | os.PathLike[str] | None = None,
     max_bytes: int | str | None = None,
     route: str = "auto",
-    shard_bytes: int | str = SHARD_BYTES,
-    row_group_bytes: int | str = ROW_GROUP_BYTES,
-    reuse: bool = True,
+    shape: Shape | None = None,
+    reuse: Reuse | None = None,
     policies: Policies | None = None,
     **query: Any,
 ) -> Iterator[Prepared]:
@@ -63,7 +90,7 @@ def prepare(
     load = partial(load_settings, volume=None if volume is None else os.fspath(volume), max_bytes=max_bytes)
     settings = load()
     decide(None, 0, route)
-    sizes = shape(shard_bytes, row_group_bytes)
+    reuse = reuse or Reuse()
     if not isinstance(source, str | os.PathLike):
         if not hasattr(source, "sparkSession"):
             raise SourceError(
@@ -74,7 +101,7 @@ def prepare(
     connection = attach(spark, settings)
     if connection.profile is not None:
         settings = load(profile=connection.profile)
-    ceiling = collect_ceiling(settings)
+    ceiling = collect_ceiling(settings, local_world_size())
     drop_nulls, to_json = by_spark(policies)
     resolved = resolve(
         source, spark=connection.spark, engine=connection.engine, volume_root=settings.volume_root,
@@ -82,17 +109,18 @@ def prepare(
     )  # fmt: skip
     with closing(resolved):
         rules = Rules.choose(resolved.schema, policies)
-        size = measure(resolved, ceiling)
-        chosen, reason = decide(size.num_bytes, ceiling, route)
+        shape = (shape or Shape()).spelled(resolved.columns)
         place = _volume(settings, connection)
-        known, why_not = identity(resolved, connection, rules, *sizes)
-        reusable = None
-        if place is not None and reuse and route != "collect":
-            reusable = find_reusable(export_folder(place, resolved), known)
-        if reusable and size.num_bytes is None and chosen == "collect":
-            chosen, reason = "export", "the size is unknown, and a complete export of the same is there"
-        if not reuse:
-            why_not = "new: reuse=False"
+        identity = Identity.of(
+            resolved, connection, shape, drop_nulls=drop_nulls, to_json=to_json, is_shared=reuse.is_shared
+        )
+        folder = None if place is None else export_folder(place, resolved.name)
+        reusable = reuse.find(folder, identity) if folder is not None and route != "collect" else None
+        size = measure(resolved, ceiling) if reusable is None else _known(reusable[1])
+        chosen, reason = decide(size.num_bytes, ceiling, route)
+        reuse_reason = ""
+        if chosen == "export":
+            reuse_reason = f"reused: {reusable[0]}" if reusable else _why_new(reuse, folder, identity)
         plan = Plan(
             source=resolved.name,
             engine=f"{connection.engine.name} ({connection.address})",
@@ -111,14 +139,33 @@ def prepare(
             reason=reason,
             volume=None if place is None else place.name,
             reuses=str(reusable[0]) if reusable and chosen == "export" else None,
-            reuse_reason=f"reused: {reusable[0]}" if reusable else why_not or "new: none of this version is there",
+            reuse_reason=reuse_reason,
             types=type_contract(rules.schema, spark_types(resolved), rules),
             drops_nulls=tuple(drop_nulls),
-            num_dropped=None if resolved.dropped is None else count_rows(resolved.dropped),
+            num_dropped=_num_dropped(resolved, reusable),
         )
         yield Prepared(
-            plan, resolved, connection, size, place, reusable, known, rules, *sizes, settings, auto=route == "auto"
-        )  # fmt: skip
+            plan, resolved, connection, size, place, reusable, reuse, identity, rules, shape, settings, route == "auto"
+        )
+
+
+def _known(manifest: Manifest) -> Size:
+    told = "the export that is there"
+    width = manifest.memory_bytes / manifest.num_rows if manifest.num_rows else 0.0
+    return Size(manifest.num_rows, told, width, told)
+
+
+def _why_new(reuse: Reuse, folder: Place | None, identity: Identity) -> str:
+    if not reuse.is_wanted:
+        return "new: reuse=False"
+    return "new: there is no volume" if folder is None else why_new(folder, identity, reuse.max_age_s)
+
+
+def _num_dropped(source: Source, reusable: tuple[Path, Manifest] | None) -> int | None:
+    if reusable is not None:
+        found: int | None = reusable[1].receipt.get("num_dropped")
+        return found
+    return None if source.dropped is None else count_rows(source.dropped)
 
 
 def _volume(settings: Settings, connection: Connection) -> Place | None:

@@ -1,144 +1,168 @@
-"""How an export is named, found again, and made."""
+"""How an export is found again, and made: complete or absent."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
-import os
 import re
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bridge.columns.contract import conform
 from bridge.columns.rules import Rules
-from bridge.display import parse_bytes
-from bridge.errors import ConfigError, ExportError, VolumeError
-from bridge.manifest import FORMAT_VERSION, Manifest, Shard, describe_shards, encode_schema
+from bridge.errors import ExportError, VolumeError
+from bridge.loading.parquet import ExportedRowGroups
+from bridge.manifest import Int96Error, Manifest, Shard, describe_shard, encode_schema
+from bridge.progress import progress_bar
 from bridge.spark.connect import Connection
-from bridge.spark.size import assumed_width
+from bridge.spark.shape import Shape
+from bridge.spark.size import Size
 from bridge.spark.source import Source
-from bridge.spark.write import Written, write_shards
+from bridge.spark.write import Written, listed_shards, write_shards
+from bridge.tables.identity import Identity
 from bridge.tables.receipt import make_receipt
 from bridge.volumes.commit import begin, collect_garbage, complete_attempts
+from bridge.volumes.lease import storage_time_ns
 from bridge.volumes.path import Place, refuse_glob
+from bridge.volumes.storage import with_retries
 from bridge.volumes.stores import LocalStorage
 
-SHARD_BYTES = 1 << 30
-ROW_GROUP_BYTES = 64 << 20
+# How long what Spark wrote may stay unseen.
+SEEN_S = 30.0
+
+_DESCRIBING_THREADS = 8
 
 
-def shape(shard_bytes: int | str, row_group_bytes: int | str) -> tuple[int, int]:
-    """Return both sizes in bytes.
-
-    Raises:
-        ConfigError: One is no size.
-    """
-    sizes = {"shard_bytes": shard_bytes, "row_group_bytes": row_group_bytes}
-    shards, row_groups = (parse_bytes(size, name=name) for name, size in sizes.items())
-    if min(shards, row_groups) < 1:
-        raise ConfigError(f"shard_bytes is {shard_bytes} and row_group_bytes {row_group_bytes}; give 1 or more.")
-    return shards, row_groups
-
-
-def identity(
-    source: Source, connection: Connection, rules: Rules, shard_bytes: int, row_group_bytes: int
-) -> tuple[str | None, str]:
-    """Return what is equal for two exports of the same rows in the same shape, or None; and the reason for None."""
-    if source.pin.version is None or source.pin.fingerprint is None:
-        return None, f"not reused: {source.pin.reason}"
-    if not source.is_repeatable:
-        return None, "not reused: the filter need not give the same rows twice"
-    # the same folder has several names where links lead to it, as to a warehouse whose path holds odd characters
-    location = source.location
-    if location is not None and location.startswith("/"):
-        location = os.path.realpath(location)
-    facts = [
-        FORMAT_VERSION, connection.address, connection.user, connection.time_zone,
-        source.name, location, source.pin.version,
-        source.pin.fingerprint, source.columns, source.where, source.limit, rules.to_json(),
-        shard_bytes, row_group_bytes,
-    ]  # fmt: skip
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest(), ""
-
-
-def export_folder(root: Place, source: Source) -> Place:
-    """Return the folder under `root` for the exports of one source.
+def export_folder(root: Place, name: str) -> Place:
+    """Return the folder under `root` for the exports of the table of that name.
 
     Raises:
         VolumeError: `root` has a name that readers would expand.
     """
     refuse_glob(root)
     # Names of tables may hold anything; engines agree on few characters of a path.
-    digest = hashlib.blake2b(source.name.encode(), digest_size=4).hexdigest()
-    plain = re.sub(r"[^a-z0-9_-]+", "-", source.name.lower()).strip("-")[-60:] or "table"
+    digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
+    plain = re.sub(r"[^a-z0-9_-]+", "-", name.lower()).strip("-")[-60:] or "table"
     return root / f"{plain}-{digest}"
 
 
-def find_reusable(folder: Place, identity: str | None) -> tuple[Path, Manifest] | None:
-    """Return the complete export of that identity whose files are all there in full size."""
-    if identity is None or folder.local is None:
+def find_reusable(folder: Place, identity: Identity, max_age_s: float | None) -> tuple[Path, Manifest] | None:
+    """Return the complete export of that identity whose files are all there in full size.
+
+    Args:
+        max_age_s: How old one may be that need not hold what a new one would.
+    """
+    if identity.key is None or folder.local is None or not (identity.is_settled or max_age_s):
         return None
     storage = LocalStorage(folder.local)
-    for attempt, marker in complete_attempts(storage, identity):
+    for attempt, marker in complete_attempts(storage, identity.key):
+        if not identity.is_settled:
+            age_s = storage_time_ns(storage) / 1e9 - attempt.generation / 1e3
+            if age_s > (max_age_s or 0):
+                return None
         if marker.missing(storage, attempt.name) is None:
             path = folder.local / attempt.name
             return path, Manifest.from_json(marker.body, path)
     return None
 
 
+def why_new(folder: Place, identity: Identity, max_age_s: float | None) -> str:
+    """Return why no export that is there was taken."""
+    if identity.key is None or not (identity.is_settled or max_age_s):
+        return f"new: {identity.reason}"
+    if folder.local is not None:
+        for attempt, marker in complete_attempts(LocalStorage(folder.local)):
+            manifest = Manifest.from_json(marker.body, folder.local / attempt.name)
+            if attempt.label == identity.key:
+                told = "its files are not all there" if identity.is_settled else f"it is older than {max_age_s:g} s"
+                return f"new: one is there, but {told}"
+            return f"new: {identity.differs_from(manifest.query, manifest.version)}"
+    return "new: none is there"
+
+
 def write_export(
-    source: Source,
-    connection: Connection,
-    parent: Place,
-    *,
-    identity: str | None,
-    shard_bytes: int,
-    row_group_bytes: int,
-    row_bytes: float | None,
-    rules: Rules,
-) -> tuple[Path, Manifest]:
+    source: Source, connection: Connection, parent: Place, *, identity: Identity, shape: Shape, size: Size,
+    rules: Rules, facts: dict[str, Any], show: bool | None = None,
+) -> tuple[Path, Manifest, Rules]:  # fmt: skip
     """Write a new export of `source` under `parent`; on failure nothing is left.
+
+    The rules that are returned hold the dictionaries of what was written.
+
+    Args:
+        facts: What the receipt is to say beside what the source and the connection tell.
 
     Raises:
         ExportError: The files do not hold the rows that were read.
         VolumeError: The volume cannot be written.
     """
-    receipt = make_receipt(source, connection)
-    storage = LocalStorage(parent.folder())
-    with begin(storage, identity or "unpinned") as attempt:
-        folder = storage.folder / attempt.name
-        try:
-            written = write_shards(
-                source,
-                parent / attempt.name,
-                shard_bytes=shard_bytes,
-                row_group_bytes=row_group_bytes,
-                row_bytes=row_bytes or assumed_width(source.schema),
-            )
-            shards = describe_shards(folder, written.names)
-            width = row_bytes if row_bytes is not None else _measured_width(folder, shards)
-        except OSError as exc:
-            if isinstance(exc, VolumeError):
-                raise
-            raise VolumeError(f"{source.name} could not be written to {folder}: {exc.strerror or exc}.") from exc
-        num_rows = _counted(shards, written, source.name)
-        rules = rules.bound(lambda: _read_all(folder, shards, rules))
+    receipt = {**make_receipt(source, connection), **facts, "route": "export"}
+    schema = source.schema
+
+    def described(shards: tuple[Shard, ...], folder: Path) -> Manifest:
+        num_rows = sum(shard.num_rows for shard in shards)
+        width = size.row_bytes if size.row_bytes is not None else _measured_width(folder, shards)
         manifest = Manifest(
             table=source.name,
             version=source.pin.version,
-            identity=identity,
-            schema_ipc=encode_schema(source.schema),
+            identity=identity.key,
+            query=identity.query,
+            schema_ipc=encode_schema(schema),
             num_rows=num_rows,
             num_bytes=sum(shard.num_bytes for shard in shards),
             memory_bytes=round(num_rows * width),
             shards=shards,
-            receipt={**receipt, "route": "export", "num_rows": num_rows, "policies": rules.to_json()},
+            receipt={**receipt, "num_rows": num_rows},
         )
+        policies = bind(folder, manifest, rules).to_json()
+        return replace(manifest, receipt={**manifest.receipt, "policies": policies})
+
+    def attempt(*, as_micros: bool) -> tuple[Path, Manifest, Rules]:
+        def write(place: Place) -> Written:
+            return write_shards(source, place, shape, size, as_micros=as_micros, show=show)
+
+        folder, manifest = publish(parent, identity.key or "unpinned", source.name, schema, write, described, show=show)
+        return folder, manifest, Rules.from_json(schema, manifest.receipt["policies"])
+
+    try:
+        return attempt(as_micros=False)
+    except Int96Error:
+        return attempt(as_micros=True)
+
+
+def publish(
+    parent: Place,
+    label: str,
+    name: str,
+    schema: pa.Schema,
+    write: Callable[[Place], Written],
+    describe: Callable[[tuple[Shard, ...], Path], Manifest],
+    *,
+    show: bool | None = None,
+) -> tuple[Path, Manifest]:
+    """Make an attempt under `parent` complete: write its shards, see and digest them, commit what describes them.
+
+    Args:
+        label: By which the attempt is found.
+        name: What is exported, for errors.
+        schema: The types that readers will get.
+    """
+    storage = LocalStorage(parent.folder())
+    with begin(storage, label) as attempt:
+        folder = storage.folder / attempt.name
+        try:
+            written = write(parent / attempt.name)
+            shards = _seen(folder, written, schema, name, show)
+            manifest = describe(shards, folder)
+        except OSError as exc:
+            if isinstance(exc, VolumeError) or exc.errno is None:
+                raise
+            raise VolumeError(f"{name} could not be written to {folder}: {exc.strerror or exc}.") from exc
         attempt.commit(manifest.to_json(), {shard.name: shard.num_bytes for shard in shards})
     # what killed writers left; the export itself stands whether or not that works
     with contextlib.suppress(VolumeError):
@@ -146,21 +170,70 @@ def write_export(
     return folder, manifest
 
 
-def _read_all(folder: Path, shards: Sequence[Shard], rules: Rules) -> Iterator[pa.Table]:
-    for shard in shards:
-        file = pq.ParquetFile(folder / shard.name)
-        for index in range(file.num_row_groups):
-            yield conform(file.read_row_group(index), rules.source, shard.name)
+def bind(folder: Path, manifest: Manifest, rules: Rules) -> Rules:
+    """Return the rules with dictionaries of what an export holds."""
+    row_groups = ExportedRowGroups(folder, manifest, Rules(manifest.schema, {}))
+    return rules.bound(lambda: map(row_groups.read, range(len(row_groups.row_counts))))
 
 
-def _counted(shards: Sequence[Shard], written: Written, name: str) -> int:
-    in_files = sum(shard.num_rows for shard in shards)
-    if in_files != written.num_rows:
-        raise ExportError(
-            f"{name}: {written.num_rows:,} rows were written, but the files hold {in_files:,}.\n"
-            "  Another writer may use the same folder; nothing of this export is kept. Export again."
+def _seen(folder: Path, written: Written, schema: pa.Schema, name: str, show: bool | None) -> tuple[Shard, ...]:
+    """Describe the shards as they come to be seen, until they hold all rows; delete what is no part of them.
+
+    Raises:
+        ExportError: They hold other rows than were written, or none is seen.
+    """
+    known: dict[str, Shard] = {}
+    deadline = time.monotonic() + SEEN_S
+    bar = progress_bar(
+        f"check {name}", total=None if written.names is None else len(written.names), unit=" shards", enabled=show
+    )
+
+    def describe(path: Path) -> Shard:
+        shard = with_retries(lambda: describe_shard(path, schema, written.as_micros))
+        bar.update()
+        return shard
+
+    with bar, ThreadPoolExecutor(_DESCRIBING_THREADS, "bridge-digest") as threads:
+        while True:
+            names = list(written.names) if written.names is not None else _listed(folder)
+            unknown = [one for one in names if one not in known]
+            with contextlib.suppress(FileNotFoundError):  # it was listed, or is to come
+                for shard in threads.map(describe, [folder / one for one in unknown]):
+                    known[shard.name] = shard
+            found = sum(known[one].num_rows for one in names if one in known)
+            if found == written.num_rows and all(one in known for one in names) and (names or found == 0):
+                break
+            if found > written.num_rows or time.monotonic() > deadline:
+                raise ExportError(_incomplete(folder, name, len(known), found, written.num_rows))
+            time.sleep(0.2)
+    for path in folder.glob("*.parquet"):
+        if path.name not in names:
+            with_retries(path.unlink)
+    if not names:
+        # readers of "*.parquet" want a file, and some engines write none for no rows
+        pq.write_table(schema.empty_table(), folder / "part-00000.parquet")
+        return (describe_shard(folder / "part-00000.parquet", schema, frozenset()),)
+    return tuple(known[one] for one in names)
+
+
+def _listed(folder: Path) -> list[str]:
+    """Return the shards that Spark wrote, as far as they are seen."""
+    try:
+        return with_retries(lambda: listed_shards(folder))
+    except (FileNotFoundError, ValueError):  # nothing is seen yet, or a list of files in part
+        return []
+
+
+def _incomplete(folder: Path, name: str, num_files: int, found: int, written: int) -> str:
+    if num_files == 0:
+        return (
+            f"{name}: {written:,} rows were written, but no file of them can be seen at {folder}.\n"
+            "  Use a volume that both the cluster and this process have."
         )
-    return in_files
+    return (
+        f"{name}: {written:,} rows were written, but the files hold {found:,}.\n"
+        "  Another writer may use the same folder; nothing of this export is kept. Export again."
+    )
 
 
 def _measured_width(folder: Path, shards: Sequence[Shard]) -> float:

@@ -18,6 +18,8 @@ from bridge.loading.files import local_files
 from bridge.loading.parquet import ExportedRowGroups, RowGroups, stream_row_groups
 from bridge.manifest import Manifest
 from bridge.tables.plan import Plan, Route
+from bridge.volumes.hold import hold_attempt
+from bridge.volumes.stores import LocalStorage
 
 if TYPE_CHECKING:
     import datasets
@@ -85,11 +87,16 @@ class Table:
         cls, folder: Path, manifest: Manifest, rules: Rules | None = None, *, plan: Plan | None = None,
         client_max_bytes: int | None = None,
     ) -> Table:  # fmt: skip
-        """Return a table over the shards in `folder`; by the policies they were exported with where none are given."""
+        """Return a table over the shards in `folder`; by the policies they were exported with where none are given.
+
+        Raises:
+            VolumeError: They were deleted meanwhile.
+        """
         rules = rules or Rules.from_json(manifest.schema, manifest.receipt.get("policies", {}))
         receipt = {**manifest.receipt, "policies": rules.to_json()}
+        hold = hold_attempt(LocalStorage(folder.parent), folder.name)
         return cls(
-            ExportedRowGroups(folder, manifest, rules), rules, plan=plan, receipt=receipt, path=str(folder),
+            ExportedRowGroups(folder, manifest, rules, hold), rules, plan=plan, receipt=receipt, path=str(folder),
             manifest=manifest, client_max_bytes=client_max_bytes,
         )  # fmt: skip
 
@@ -257,8 +264,7 @@ class Table:
                 if len(dataset)
                 else to_iterable_dataset(self.schema, self._rules.categories, stream_row_groups, row_groups=[])
             )
-        count = len(self._row_groups.row_counts)
-        row_groups = [(Path(self.path or ""), self.manifest, self._rules, index) for index in range(count)]
+        row_groups = [(self._row_groups, index) for index in range(len(self._row_groups.row_counts))]
         return to_iterable_dataset(self.schema, self._rules.categories, stream_row_groups, row_groups=row_groups)
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:

@@ -11,6 +11,8 @@ sees the same attempts picks the same.
       └────────────┴──── fails or is killed ─┴────────────────────────────┘── dead: deleted, or collected later
 
 Who works on an attempt renews a lease beside it; what is neither complete nor leased is garbage after a grace time.
+Readers hold a complete attempt in the same way (hold.py). It can be withdrawn all the same: its marker goes, its files
+stay until nobody holds it.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from bridge.errors import VolumeError
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.lease import GRACE_S, Lease, drop_stale_leases, leased_ids, storage_time_ns
 from bridge.volumes.storage import Storage, is_transient, wait_for_files
+
+WITHDRAWN = "_withdrawn"  # a file that says so
 
 _LABEL = re.compile(r"[a-z0-9]{1,32}")
 _NAME = re.compile(rf"(?P<generation>\d{{13,}})-(?P<label>{_LABEL.pattern})-(?P<id>[0-9a-f]{{12}})")
@@ -276,6 +280,31 @@ def _read_when_seen(storage: Storage, name: str, timeout_s: float) -> bytes:
         time.sleep(0.05)
 
 
+def withdraw_attempt(storage: Storage, attempt: Attempt) -> None:
+    """Delete the markers of a complete attempt and leave its files, for readers who began before.
+
+    From now on it is garbage where nobody holds it, but not before a grace time is over: a reader that had seen the
+    marker may hold it already while listings do not show that yet.
+
+    Raises:
+        VolumeError: It could not be withdrawn, and may still be complete.
+    """
+    with _translated(f"{storage}/{attempt.name} cannot be withdrawn, and may still be complete"):
+        # another deleter was here, or has been through
+        with contextlib.suppress(FileExistsError, FileNotFoundError):
+            storage.write(_within(attempt.name, WITHDRAWN), [b""])
+        _delete_markers(storage, attempt.name)
+
+
+def _is_just_withdrawn(storage: Storage, attempt: Attempt, now_ns: int, grace_s: float) -> bool:
+    with _translated(f"{storage}/{attempt.name} cannot be looked at"):
+        try:
+            withdrawn_ns = storage.status(_within(attempt.name, WITHDRAWN)).mtime_ns
+        except FileNotFoundError:
+            return False
+    return withdrawn_ns is not None and now_ns - withdrawn_ns < grace_s * 1e9
+
+
 def delete_attempt(storage: Storage, attempt: Attempt) -> None:
     """Delete an attempt, its markers first, so that nobody sees a part as the whole.
 
@@ -287,6 +316,7 @@ def delete_attempt(storage: Storage, attempt: Attempt) -> None:
         _delete_markers(storage, attempt.name)
     with _translated(f"{folder} is not complete any more, but not all of it could be deleted"):
         try:
+            storage.delete(_within(attempt.name, WITHDRAWN))  # by its name: a listing may not show it yet
             _delete_tree(storage, attempt.name)
         finally:
             _delete_markers(storage, attempt.name)  # what a copy into the same folder wrote meanwhile
@@ -314,6 +344,8 @@ def _delete_tree(storage: Storage, folder: str) -> None:
 def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attempt]:
     """Delete the attempts that are neither complete nor leased and began more than `grace_s` ago; return them.
 
+    One that was withdrawn counts as begun when it was.
+
     Leases that nobody renews are deleted too.
 
     Raises:
@@ -334,6 +366,7 @@ def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attem
             if (
                 is_abandoned(attempt, is_leased=is_leased, now_ns=now_ns, grace_s=grace_s)
                 and read_marker(storage, attempt.name) is None
+                and not _is_just_withdrawn(storage, attempt, now_ns, grace_s)
             ):
                 delete_attempt(storage, attempt)
                 collected.append(attempt)

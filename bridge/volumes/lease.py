@@ -2,19 +2,22 @@
 
 A renewal ("beat") is a new file `_leases/<attempt id>.<holder>.<n>`, since a volume cannot append or touch. The last
 two stay, so that a listing that lags by less than a beat always shows one. How old a beat is, the storage's own clock
-says: the clocks of two machines need not agree.
+says: the clocks of two machines need not agree. An attempt has as many holders as work on it or read it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import re
 import secrets
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 from bridge.errors import VolumeError
-from bridge.volumes.storage import Storage, wait_for_files
+from bridge.volumes.storage import Entry, Storage, wait_for_files
 
 GRACE_S = 3600.0
 
@@ -43,7 +46,7 @@ class Lease:
         self._lapse_s = GRACE_S / 2 if lapse_s is None else lapse_s
         self._count = 0
         self._renewed = 0.0
-        self._ended = threading.Event()
+        self._ending: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._renew, name="bridge-lease", daemon=True)
         self.started_ns = 0
 
@@ -56,6 +59,15 @@ class Lease:
         self._storage.make_folder(_FOLDER)
         self._beat()
         self.started_ns = _time_of_new(self._storage, f"{self._stem}.1")
+        self._thread.start()
+
+    def join_in(self) -> None:
+        """Start where others keep leases already, with one write; `started_ns` stays 0.
+
+        Raises:
+            OSError: No leases are kept there, or the storage cannot be written.
+        """
+        self._beat()
         self._thread.start()
 
     def check(self) -> None:
@@ -72,19 +84,31 @@ class Lease:
                 "  What it was writing may have been collected; write it again."
             )
 
-    def end(self) -> None:
-        """Stop renewing, and delete the beats; those that cannot be deleted grow old."""
-        self._ended.set()
-        self._thread.join()
+    def end(self, *, timeout_s: float | None = None) -> None:
+        """Stop renewing, and delete the beats; those that cannot be deleted, or not in time, grow old."""
+        self.stop()
+        self._thread.join(timeout_s)
+
+    def stop(self) -> None:
+        """Let it end soon, without waiting. A finaliser may call this, whatever it interrupts."""
+        self._ending.put(None)
+
+    def _renew(self) -> None:
+        while self._is_wanted():
+            # a volume that is away for a while does not end the lease; `check` tells when it was too long
+            with contextlib.suppress(OSError):
+                self._beat()
+        # by this thread, which a forked process does not have
         with contextlib.suppress(OSError):
             for number in range(max(1, self._count - _KEPT), self._count + 1):
                 self._storage.delete(f"{self._stem}.{number}")
 
-    def _renew(self) -> None:
-        while not self._ended.wait(self._beat_s):
-            # a volume that is away for a while does not end the lease; `check` tells when it was too long
-            with contextlib.suppress(OSError):
-                self._beat()
+    def _is_wanted(self) -> bool:
+        try:
+            self._ending.get(timeout=self._beat_s)
+        except queue.Empty:
+            return True
+        return False
 
     def _beat(self) -> None:
         self._count += 1
@@ -96,18 +120,31 @@ class Lease:
             self._storage.delete(f"{self._stem}.{self._count - _KEPT}")
 
 
-def leased_ids(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> set[str]:
-    """Return the ids of the attempts that have a beat younger than `grace_s`.
+def count_holders(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> dict[str, int]:
+    """Return how many holders have a beat younger than `grace_s`, by the id of the attempt; 0 is left out.
 
     Args:
         now_ns: The storage's time, as by `storage_time_ns`.
+
+    Raises:
+        OSError: The leases cannot be read.
     """
-    return {attempt_id for attempt_id, age_s in _beats(storage, now_ns).values() if attempt_id and age_s < grace_s}
+    held = {
+        (match["id"], match["holder"])
+        for name, age_s in _ages_s(storage, now_ns).items()
+        if age_s < grace_s and (match := _BEAT.fullmatch(name))
+    }
+    return Counter(attempt_id for attempt_id, _ in held)
+
+
+def leased_ids(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> set[str]:
+    """Return the ids of the attempts that have a holder, as `count_holders` does."""
+    return set(count_holders(storage, now_ns=now_ns, grace_s=grace_s))
 
 
 def drop_stale_leases(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> None:
     """Delete the beats that are older than `grace_s`, and what looks at the clock left."""
-    for name, (_, age_s) in _beats(storage, now_ns).items():
+    for name, age_s in _ages_s(storage, now_ns).items():
         if age_s >= grace_s:
             storage.delete(f"{_FOLDER}/{name}")
 
@@ -132,22 +169,23 @@ def storage_time_ns(storage: Storage) -> int:
         raise VolumeError(f"{storage} cannot be written: {exc.strerror or exc}.") from exc
 
 
-def _beats(storage: Storage, now_ns: int) -> dict[str, tuple[str, float]]:
-    """Return the attempt id ("" for a look at the clock) and the age in seconds of every file of ours, by name."""
-    found = {}
+def _ages_s(storage: Storage, now_ns: int) -> dict[str, float]:
+    """Return the age of every beat and every look at the clock, by its name."""
     try:
         entries = list(storage.list(_FOLDER))
     except FileNotFoundError:
         return {}
-    for entry in entries:
-        match = _BEAT.fullmatch(entry.name)
-        if match or _CLOCK.fullmatch(entry.name):
-            try:
-                written_ns = entry.mtime_ns or _time_of(storage, f"{_FOLDER}/{entry.name}")
-            except FileNotFoundError:
-                written_ns = now_ns  # renewed meanwhile: whoever does that is alive
-            found[entry.name] = (match["id"] if match else "", (now_ns - written_ns) / 1e9)
-    return found
+
+    def age_s(entry: Entry) -> float:
+        try:
+            return (now_ns - (entry.mtime_ns or _time_of(storage, f"{_FOLDER}/{entry.name}"))) / 1e9
+        except FileNotFoundError:
+            return 0.0  # renewed meanwhile: whoever does that is alive
+
+    ours = [entry for entry in entries if _BEAT.fullmatch(entry.name) or _CLOCK.fullmatch(entry.name)]
+    # a thousand ranks that read one export are a thousand holders
+    with ThreadPoolExecutor(16) as threads:
+        return dict(zip((entry.name for entry in ours), threads.map(age_s, ours), strict=True))
 
 
 def _time_of(storage: Storage, name: str) -> int:

@@ -28,7 +28,8 @@ from bridge.errors import (
     SourceError,
     TableTooLargeError,
 )
-from bridge.tables.load import fetch, prepare
+from bridge.tables.fetch import fetch
+from bridge.tables.prepare import prepare
 from tests.processes import busy_cores
 
 EPOCH = dt.datetime(1970, 1, 1)
@@ -493,8 +494,8 @@ def test_the_servers_own_limit_is_too_large(spare: Any, tmp_path: Path) -> None:
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bridge.spark.source._DROP_TIMEOUT_S", 2.0)
-    monkeypatch.setattr("bridge.spark.read._SILENCE_S", 1.0)
-    monkeypatch.setattr("bridge.spark.read._PROBE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr("bridge.spark.operation.SILENCE_S", 1.0)
+    monkeypatch.setattr("bridge.spark.operation.PROBE_TIMEOUT_S", 2.0)
 
 
 def _endless(spark: Any) -> Any:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from bridge.errors import ExportError
-from bridge.manifest import Manifest, Shard, describe_shards, encode_schema
+from bridge.manifest import Manifest, Shard, describe_shard, encode_schema
 from bridge.volumes.digest import digest_bytes
 from tests.exports import make_export
 
@@ -50,7 +50,7 @@ def test_the_ranges_of_a_shard_are_all_its_bytes(tmp_path: Path, compression: st
     path = tmp_path / "a.parquet"
     pq.write_table(MIXED, path, compression=compression, row_group_size=300, **options)
 
-    (shard,) = describe_shards(tmp_path, ["a.parquet"])
+    shard = describe_shard(tmp_path / "a.parquet")
 
     check_that_ranges_partition(path, shard)
     assert shard.num_rows == 1000
@@ -81,7 +81,7 @@ def test_what_stands_between_row_groups_and_footer_is_checked_too(tmp_path: Path
     except TypeError:
         pytest.skip(f"this pyarrow does not write {', '.join(options)}")
 
-    (shard,) = describe_shards(tmp_path, ["a.parquet"])
+    shard = describe_shard(tmp_path / "a.parquet")
 
     check_that_ranges_partition(tmp_path / "a.parquet", shard)
 
@@ -94,7 +94,7 @@ def test_the_ranges_of_files_of_other_writers_are_all_their_bytes() -> None:
         footer = pq.read_metadata(path)
         if "INT96" in {footer.schema.column(index).physical_type for index in range(len(footer.schema))}:
             continue
-        (shard,) = describe_shards(path.parent, [path.name])
+        shard = describe_shard(path)
         check_that_ranges_partition(path, shard)
         writers.add(footer.created_by)
 
@@ -105,7 +105,7 @@ def test_a_file_without_row_groups_is_all_footer(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.ParquetWriter(path, MIXED.schema).close()
 
-    (shard,) = describe_shards(tmp_path, ["a.parquet"])
+    shard = describe_shard(tmp_path / "a.parquet")
 
     assert shard.row_groups == ()
     assert (shard.num_rows, shard.footer_start) == (0, 0)
@@ -118,23 +118,11 @@ def test_empty_row_groups_have_their_place(tmp_path: Path) -> None:
         for rows in (0, 3, 0, 2, 0):
             writer.write_table(MIXED.slice(0, rows), row_group_size=10)
 
-    (shard,) = describe_shards(tmp_path, ["a.parquet"])
+    shard = describe_shard(tmp_path / "a.parquet")
 
     assert [group.num_rows for group in shard.row_groups if group.num_rows] == [3, 2]
     assert sum(group.num_rows for group in shard.row_groups) == pq.read_metadata(path).num_rows == 5
     check_that_ranges_partition(path, shard)
-
-
-def test_shards_come_in_the_order_of_their_names(tmp_path: Path) -> None:
-    for rows in range(20):
-        pq.write_table(MIXED.slice(0, rows), tmp_path / f"{rows}.parquet")
-    names = [f"{rows}.parquet" for rows in reversed(range(20))]
-
-    described = describe_shards(tmp_path, names, num_threads=4)
-
-    assert [shard.name for shard in described] == names
-    assert [shard.num_rows for shard in described] == list(reversed(range(20)))
-    assert describe_shards(tmp_path, []) == ()
 
 
 def test_int96_is_refused(tmp_path: Path) -> None:
@@ -142,7 +130,7 @@ def test_int96_is_refused(tmp_path: Path) -> None:
     pq.write_table(times, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
 
     with pytest.raises(ExportError, match=r"a.parquet: column 'at' was written as INT96, which loses years outside"):
-        describe_shards(tmp_path, ["a.parquet"])
+        describe_shard(tmp_path / "a.parquet")
 
 
 def test_int96_inside_a_struct_is_refused_too(tmp_path: Path) -> None:
@@ -150,7 +138,7 @@ def test_int96_inside_a_struct_is_refused_too(tmp_path: Path) -> None:
     pq.write_table(times, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
 
     with pytest.raises(ExportError, match=r"column 'pair\.at' was written as INT96"):
-        describe_shards(tmp_path, ["a.parquet"])
+        describe_shard(tmp_path / "a.parquet")
 
 
 def test_a_manifest_survives_json(tmp_path: Path) -> None:
@@ -165,7 +153,7 @@ def test_a_manifest_survives_json(tmp_path: Path) -> None:
 
 def test_a_schema_survives_what_parquet_cannot_say() -> None:
     schema = pa.schema([("a", pa.duration("us")), ("m", pa.map_(pa.string(), pa.int8())), ("d", pa.decimal128(38, 9))])
-    manifest = Manifest("t", None, None, encode_schema(schema), 0, 0, 0, (), {})
+    manifest = Manifest("t", None, None, {}, encode_schema(schema), 0, 0, 0, (), {})
 
     assert manifest.schema == schema
 

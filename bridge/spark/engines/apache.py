@@ -52,6 +52,8 @@ def start_server(
         # Results pass through the driver: collecting 488 MiB killed one of 1 GiB, Spark's default, and one of 2 GiB
         # had not finished after two minutes.
         "spark.driver.memory": "4g",
+        # After an hour without a request it would forget a session, with its temporary views; it ends with us anyway.
+        "spark.connect.session.manager.defaultSessionTimeout": "30d",
     }
     if master.startswith("local"):
         environment["SPARK_LOCAL_IP"] = "127.0.0.1"

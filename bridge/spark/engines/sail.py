@@ -35,6 +35,10 @@ _BATCH_ROWS = 1024
 
 _START_TIMEOUT_S = 30.0
 
+# Seconds after which Sail forgets a session that asks nothing, with its temporary views: by default 15 minutes, which
+# is a lunch in a notebook. This server ends with its process.
+_SESSION_TIMEOUT_S = 30 * 24 * 3600
+
 # A catalog of Sail starts with one schema, which has no location: tables saved in it would go into the working
 # directory. So it is one that nobody uses, and `default` is registered like the others.
 _START_SCHEMA = "bridge_start"
@@ -130,6 +134,7 @@ class EmbeddedSail:
             "SAIL_CATALOG__LIST": f"[{catalogs}]",
             "SAIL_CATALOG__DEFAULT_CATALOG": DEFAULT_CATALOG,
             "SAIL_EXECUTION__BATCH_SIZE": str(_BATCH_ROWS),
+            "SAIL_SPARK__SESSION_TIMEOUT_SECS": str(_SESSION_TIMEOUT_S),
             "RUST_LOG": "error",
         }
         port = free_port()

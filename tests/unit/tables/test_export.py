@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,109 +10,20 @@ import pyarrow as pa
 import pytest
 
 import bridge
-from bridge.columns.rules import Policies, Rules
-from bridge.errors import ConfigError, ExportError, ExportNotFoundError, VolumeError
-from bridge.spark.engines import Pin
-from bridge.spark.write import Written
-from bridge.tables.publish import _counted, export_folder, find_reusable, identity, shape
+from bridge.errors import ExportError, ExportNotFoundError, VolumeError
+from bridge.tables.identity import Identity
+from bridge.tables.publish import export_folder, find_reusable, why_new
 from bridge.volumes.commit import begin, complete_attempts
-from bridge.volumes.path import locate
+from bridge.volumes.path import Place, locate
 from bridge.volumes.stores import LocalStorage
 from tests.exports import make_export
 
 TABLE = pa.table({"n": range(10)})
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The facts of a source on which an identity depends; a source itself needs a server."""
-
-    name: str = "main.ml.t"
-    location: str = "/warehouse/t"
-    pin: Pin = field(default_factory=lambda: Pin(3, "f", "the newest"))
-    columns: tuple[str, ...] = ("a", "b")
-    where: str | None = None
-    limit: int | None = None
-    is_repeatable: bool = True
-
-
-@dataclass(frozen=True)
-class At:
-    address: str = "embedded"
-    user: str = "someone"
-    time_zone: str = "UTC"
-
-
-def identity_of(
-    asked: Asked | None = None,
-    at: At | None = None,
-    policies: Policies | None = None,
-    sizes: tuple[int, int] = (1000, 100),
-) -> str | None:
-    rules = Rules.choose(pa.schema([("a", pa.string()), ("b", pa.int64())]), policies)
-    return identity(asked or Asked(), at or At(), rules, *sizes)[0]  # type: ignore[arg-type]
-
-
-def test_the_same_facts_are_the_same_export() -> None:
-    made = identity_of()
-
-    assert made == identity_of()
-    assert re.fullmatch(r"[0-9a-f]{32}", made or "")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"asked": Asked(name="main.ml.u")},
-        {"asked": Asked(location="/elsewhere/t")},
-        {"asked": Asked(pin=Pin(4, "f", "the newest"))},
-        {"asked": Asked(pin=Pin(3, "g", "the newest"))},
-        {"asked": Asked(columns=("b", "a"))},
-        {"asked": Asked(columns=("a",))},
-        {"asked": Asked(where="a > 1")},
-        {"asked": Asked(limit=10)},
-        {"policies": {"a": bridge.dictionary()}},
-        {"policies": {"b": bridge.fill(0)}},
-        {"policies": {"b": bridge.drop_nulls()}},
-        {"at": At(address="sc://elsewhere")},
-        {"at": At(user="another")},
-        {"at": At(time_zone="America/New_York")},
-        {"sizes": (1001, 100)},
-        {"sizes": (1000, 101)},
-    ],
-    ids=str,
-)
-def test_each_fact_counts(change: dict[str, Any]) -> None:
-    assert identity_of(**change) not in (None, identity_of())
-
-
-def test_why_a_version_is_pinned_does_not_count() -> None:
-    assert identity_of(Asked(pin=Pin(3, "f", "the version that was asked for"))) == identity_of()
-
-
-@pytest.mark.parametrize(
-    ("asked", "reason"),
-    [
-        (Asked(pin=Pin(None, None, "a view has no version")), "not reused: a view has no version"),
-        (Asked(pin=Pin(3, None, "no history")), "not reused: no history"),
-        (Asked(where="rand() < 0.5", is_repeatable=False), "not reused: the filter need not give the same rows twice"),
-    ],
-)
-def test_what_cannot_be_known_again_has_no_identity(asked: Asked, reason: str) -> None:
-    assert identity(asked, At(), Rules(pa.schema([]), {}), 1, 1) == (None, reason)  # type: ignore[arg-type]
-
-
-def test_sizes_are_sizes() -> None:
-    assert shape("1GiB", 5) == (2**30, 5)
-    with pytest.raises(ConfigError, match='shard_bytes is "12 parsecs"; give an integer or a size'):
-        shape("12 parsecs", 5)
-    with pytest.raises(ConfigError, match=r"row_group_bytes is 1\.5; give an integer or a size"):
-        shape(5, 1.5)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("name", ["main.ml.t", "a b%é.*?", "/data/x/y", "表", "a" * 300, "`", "../..", ""])
 def test_folders_have_names_that_every_engine_takes(tmp_path: Path, name: str) -> None:
-    place = export_folder(locate(tmp_path), Asked(name=name))  # type: ignore[arg-type]
+    place = export_folder(locate(tmp_path), name)
 
     assert place.folder().parent == tmp_path
     assert re.fullmatch(r"[a-z0-9_-]{1,69}", place.folder().name)
@@ -121,41 +32,75 @@ def test_folders_have_names_that_every_engine_takes(tmp_path: Path, name: str) -
 def test_each_name_has_a_folder_of_its_own(tmp_path: Path) -> None:
     names = ["a.b", "a-b", "A.b", "a b", "a", "表", "表1"]
 
-    folders = {export_folder(locate(tmp_path), Asked(name=name)).folder() for name in names}  # type: ignore[arg-type]
+    folders = {export_folder(locate(tmp_path), name).folder() for name in names}
 
     assert len(folders) == len(names)
 
 
 def test_a_root_that_readers_would_expand_is_refused(tmp_path: Path) -> None:
     with pytest.raises(VolumeError, match=r"a\*b cannot hold exports: readers expand"):
-        export_folder(locate(tmp_path / "a*b"), Asked())  # type: ignore[arg-type]
+        export_folder(locate(tmp_path / "a*b"), "t")
+
+
+def find(place: Place, key: str | None, max_age_s: float | None = None, *, is_settled: bool = True) -> Any:
+    return find_reusable(place, Identity({}, 3, key, is_settled, "a view has no version"), max_age_s)
+
+
+def test_what_may_have_changed_is_reused_only_while_it_is_young(tmp_path: Path) -> None:
+    place, label = locate(tmp_path), "a" * 32
+    made = make_export(tmp_path, [TABLE], label=label)
+
+    assert find(place, label, is_settled=False) is None
+    assert find(place, label, 60, is_settled=False) == made
+    time.sleep(0.05)
+    assert find(place, label, 0.04, is_settled=False) is None
+    assert find(place, label, 0.04) == made
+
+
+def test_why_an_export_is_new(tmp_path: Path) -> None:
+    def why(key: str | None, query: dict[str, Any], version: int | None = 3, *, is_settled: bool = True) -> str:
+        return why_new(locate(tmp_path), Identity(query, version, key, is_settled, "a view has no version"), None)
+
+    assert why("a", {}) == "new: none is there"
+    folder, manifest = make_export(tmp_path, [TABLE], label="a" * 32, query={"user": "ann", "columns": ["n"]})
+    same = dict(manifest.query)
+    assert why(None, same) == why("a", same, is_settled=False) == "new: a view has no version"
+    assert why("b", same, 4) == "new: the newest that is there is of version 3"
+    assert why("b", same) == "new: the table was made again since"
+    assert why("b", {**same, "columns": ["m"]}) == "new: the newest that is there differs in columns"
+    assert why("b", {**same, "user": "bob"}) == "new: the one that is there is for ann, this is for bob"
+    assert why("b", {**same, "user": None}) == (
+        "new: the one that is there is for ann, this is for all who say shared=True"
+    )
+    (folder / "part-00000.parquet").unlink()
+    assert why("a" * 32, same) == "new: one is there, but its files are not all there"
 
 
 def test_an_export_is_reused_while_all_its_files_have_their_size(tmp_path: Path) -> None:
     place, label = locate(tmp_path), "a" * 32
     folder, manifest = make_export(tmp_path, [TABLE, TABLE], label=label)
 
-    assert find_reusable(place, label) == (folder, manifest)
-    assert find_reusable(place, "b" * 32) is None
-    assert find_reusable(place, None) is None
-    assert find_reusable(locate("s3://bucket/x"), label) is None
-    assert find_reusable(locate(tmp_path / "missing"), label) is None
+    assert find(place, label) == (folder, manifest)
+    assert find(place, "b" * 32) is None
+    assert find(place, None) is None
+    assert find(locate("s3://bucket/x"), label) is None
+    assert find(locate(tmp_path / "missing"), label) is None
 
     shard = folder / "part-00001.parquet"
     os.truncate(shard, shard.stat().st_size - 1)
-    assert find_reusable(place, label) is None
+    assert find(place, label) is None
     shard.unlink()
-    assert find_reusable(place, label) is None
+    assert find(place, label) is None
 
 
 def test_an_older_whole_export_is_reused_rather_than_a_newer_damaged_one(tmp_path: Path) -> None:
     label = "a" * 32
     older, _ = make_export(tmp_path, [TABLE], label=label)
     newer, _ = make_export(tmp_path, [TABLE], label=label)
-    assert find_reusable(locate(tmp_path), label)[0] == newer  # type: ignore[index]
+    assert find(locate(tmp_path), label)[0] == newer  # type: ignore[index]
     (newer / "part-00000.parquet").unlink()
 
-    found = find_reusable(locate(tmp_path), label)
+    found = find(locate(tmp_path), label)
 
     assert found is not None
     assert found[0] == older
@@ -216,6 +161,24 @@ def test_exports_of_several_tables_need_a_name(tmp_path: Path) -> None:
         bridge.open_export(tmp_path, table="main.ml.flights", version=2)
 
 
+def test_exports_of_other_rows_are_not_taken_for_the_table(tmp_path: Path) -> None:
+    parent = tmp_path / "t"
+    query = {"columns": ["n"], "where": None, "limit": None, "user": "ann"}
+    whole, _ = make_export(parent, [TABLE], query=query)
+    newer, _ = make_export(parent, [TABLE], query={**query, "user": "bob"})
+    assert bridge.open_export(tmp_path).path == str(newer)
+    some, _ = make_export(parent, [TABLE], query={**query, "where": "n<5"}, version=4)
+
+    with pytest.raises(
+        ExportNotFoundError,
+        match=rf"holds exports of main\.ml\.t that hold different rows or columns\. Open one by its own folder.*"
+        rf"\n  columns n; where n<5: {some}\n  columns n: {newer}",
+    ):
+        bridge.open_export(tmp_path)
+    assert bridge.open_export(whole).path == str(whole)
+    assert bridge.open_export(tmp_path, version=3).path == str(newer)
+
+
 def test_a_folder_of_one_export_must_be_the_one_asked_for(tmp_path: Path) -> None:
     folder = of_table(tmp_path, "main.ml.t", 3)
 
@@ -270,17 +233,6 @@ def test_a_label_needs_features(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="label and dtype go with features"):
             hand_off(dtype="float32")
     assert table.to_numpy(["n"]).shape == table.to_torch(["n"]).shape == (10, 1)
-
-
-def test_rows_that_were_written_and_rows_in_the_files_must_agree(tmp_path: Path) -> None:
-    shards = make_export(tmp_path, [TABLE, TABLE])[1].shards
-
-    assert _counted(shards, Written(("a", "b"), 20), "main.ml.t") == 20
-    with pytest.raises(
-        ExportError,
-        match=r"^main\.ml\.t: 1,021 rows were written, but the files hold 20\.\n  Another writer may use",
-    ):
-        _counted(shards, Written(("a", "b"), 1021), "main.ml.t")
 
 
 def test_a_name_may_be_given_by_its_last_parts(tmp_path: Path) -> None:

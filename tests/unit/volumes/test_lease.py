@@ -8,7 +8,7 @@ import pytest
 
 from bridge.errors import VolumeError
 from bridge.volumes import lease
-from bridge.volumes.lease import Lease, drop_stale_leases, is_lease, leased_ids, storage_time_ns
+from bridge.volumes.lease import Lease, count_holders, drop_stale_leases, is_lease, leased_ids, storage_time_ns
 from bridge.volumes.storage import Entry
 from bridge.volumes.stores import LocalStorage, open_storage
 from tests.processes import eventually
@@ -155,3 +155,37 @@ def test_addresses_have_leases_too() -> None:
 )
 def test_beats_are_told_from_files(path: str, expected: bool) -> None:
     assert is_lease(path) is expected
+
+
+def test_holders_are_counted_by_attempt(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    other = "a" * 12
+    held = [Lease(storage, ID, beat_s=0.02), Lease(storage, ID), Lease(storage, other)]
+    for each in held:
+        each.start()
+    eventually(lambda: max(beats(tmp_path)) > 3)  # several beats of one holder count once
+
+    now_ns = storage_time_ns(storage)
+    assert count_holders(storage, now_ns=now_ns) == {ID: 2, other: 1}
+    assert count_holders(storage, now_ns=now_ns + int(61e9), grace_s=60) == {}
+    for each in held:
+        each.end()
+    assert count_holders(storage, now_ns=now_ns) == {}
+
+
+def test_who_joins_in_makes_no_folder(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+
+    with pytest.raises(FileNotFoundError):
+        Lease(storage, ID).join_in()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_lease_that_is_told_to_stop_ends_soon(tmp_path: Path) -> None:
+    held = Lease(LocalStorage(tmp_path), ID)
+    held.start()
+
+    held.stop()
+
+    eventually(lambda: beats(tmp_path) == [])
+    held.end()  # again, which changes nothing

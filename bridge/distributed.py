@@ -1,0 +1,353 @@
+"""Rank and world_size, and calls that all ranks make together: rank 0 does it, all learn of it, errors included.
+
+What is said goes through the store of the default process group: every backend has one, it needs no partner that waits,
+and it tells which rank never came. Rows go over gloo. Without a process group, or in one of a single rank, nothing here
+imports torch.
+
+    every rank: says what it calls ── waits, as long as rank 0 shows that it lives ── reads the outcome
+    rank 0:     waits for all, ARRIVAL_S at most ── does it ── leaves the outcome: a value, or an error
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import pickle
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from bridge.errors import EngineError, RankError
+
+T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
+
+# how long a call waits for ranks that have not made it
+ARRIVAL_S = 300.0
+# how long rank 0 may show no sign of life, and how often it does
+LOST_S = 90.0
+_BEAT_S = 5.0
+# the store may end with rank 0, which therefore stays so long for others to read
+_READ_S = 10.0
+# TCPStore drops the connection at values of more than 8 MiB
+_PIECE_BYTES = 4 << 20
+_CHUNK_BYTES = 32 << 20
+_GLOO = "bridge"
+_TOGETHER = "\n  All ranks must make the same calls, in the same order and with the same arguments."
+_SEE_LOGS = "\n  The log of that rank says why."
+
+
+def rank() -> int:
+    """Return the rank of this process in the default process group; 0 without one."""
+    return _asked("get_rank", 0)
+
+
+def world_size() -> int:
+    """Return how many ranks the default process group has; 1 without one."""
+    return _asked("get_world_size", 1)
+
+
+def local_world_size() -> int:
+    """Return how many ranks share this machine: LOCAL_WORLD_SIZE, as torchrun sets it; without it, all."""
+    return min(world_size(), int(os.environ.get("LOCAL_WORLD_SIZE") or world_size()))
+
+
+def _asked(name: str, alone: int) -> int:
+    # whoever made a process group has imported it
+    dist: Any = sys.modules.get("torch.distributed")
+    return int(getattr(dist, name)()) if dist and dist.is_available() and dist.is_initialized() else alone
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a rank calls, with a digest of each argument by name, and the error of its own part of it."""
+
+    what: str
+    arguments: Mapping[str, str]
+    error: bytes | None = None
+
+
+def from_rank_0(call: Callable[[], T], *, what: str, arguments: Mapping[str, str] | None = None) -> T:
+    """Run `call` on rank 0 and return its value on every rank, pickled on the others.
+
+    Args:
+        what: The call in words, such as "load_table('main.ml.t')"; equal on all ranks.
+        arguments: A digest of each argument, by name; equal on all ranks.
+
+    Raises:
+        RankError: A rank did not call within ARRIVAL_S, or called something else; on every rank that called. Or rank 0
+            is lost.
+        Exception: What `call` raised on rank 0, in the same type and words on every rank. What cannot be pickled, and
+            what ends rank 0 (KeyboardInterrupt, SystemExit), is an EngineError on the others.
+    """
+    return call() if world_size() == 1 else _together(_Said(what, arguments or {}), call)
+
+
+def on_every_rank(call: Callable[[], T], *, what: str) -> T:
+    """Run `call` on every rank, and return its value there when it has succeeded on all.
+
+    Raises:
+        RankError: As in `from_rank_0`.
+        Exception: What `call` raised on the first rank where it failed; on every rank.
+    """
+    if world_size() == 1:
+        return call()
+    made: list[T] = []
+    error = None
+    try:
+        made.append(call())
+    except Exception as exc:  # noqa: BLE001 - raised on all ranks
+        error = _packed(exc)
+    _together(_Said(what, {}, error), lambda: None)
+    return made[0]
+
+
+def _together(mine: _Said, call: Callable[[], T]) -> T:
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+    try:
+        store = PrefixStore("bridge", _get_default_store())
+        # the store counts: a group that is made again may have a new one
+        number = store.add(f"calls/{rank()}", 1)
+        meeting = _Meeting(PrefixStore(str(number), store), mine)
+        return meeting.lead(call) if rank() == 0 else meeting.follow()
+    except dist.DistError as exc:
+        raise RankError(f"rank 0 was lost during {mine.what}, with the process group's store.{_SEE_LOGS}") from exc
+
+
+class _Meeting:
+    """One call of all ranks, in a part of the store of its own, which is empty again when all have read the outcome."""
+
+    def __init__(self, store: Any, mine: _Said) -> None:
+        self._store = store
+        self._mine = mine
+        self._keys = [f"said/{other}" for other in range(world_size())]
+        store.set(f"said/{rank()}", pickle.dumps(mine))
+
+    def lead(self, call: Callable[[], T]) -> T:
+        """Do it, on rank 0, and leave the outcome."""
+        try:
+            with self._heartbeat():
+                self._gather()
+                made = call()
+                outcome = pickle.dumps((True, made))
+        except BaseException as exc:
+            self._publish(pickle.dumps((False, _packed(exc))))
+            raise
+        self._publish(outcome)
+        return made
+
+    def follow(self) -> Any:
+        """Wait for the outcome and return or raise it."""
+        began = changed = time.monotonic()
+        beat = 0
+
+        def is_decided() -> bool:
+            nonlocal beat, changed
+            if self._store.check(["outcome"]):
+                return True
+            now, last = time.monotonic(), beat
+            beat = self._store.add("beat", 0)
+            changed = now if beat != last else changed
+            if not beat and now - began > ARRIVAL_S:
+                raise RankError(f"rank 0 did not call {self._mine.what} within {ARRIVAL_S:g} s.{_TOGETHER}")
+            if beat and now - changed > LOST_S:
+                raise RankError(
+                    f"rank 0 was lost during {self._mine.what}: it gave no sign of life for {LOST_S:g} s.{_SEE_LOGS}"
+                )
+            return False
+
+        try:
+            _until(is_decided)
+        except BaseException as exc:
+            # so that rank 0, should it come or end after all, does not wait
+            self._store.set(f"said/{rank()}", pickle.dumps(replace(self._mine, error=_packed(exc))))
+            self._leave()
+            raise
+        pieces = [self._store.get(f"outcome/{index}") for index in range(int(self._store.get("outcome")))]
+        self._leave()
+        is_made, value = pickle.loads(b"".join(pieces))
+        if is_made:
+            return value
+        raise _unpacked(value)
+
+    def _gather(self) -> None:
+        """Wait until all ranks are here, and see that they call the same."""
+        if not _until(lambda: self._store.check(self._keys), ARRIVAL_S):
+            absent = [str(other) for other, key in enumerate(self._keys) if not self._store.check([key])]
+            ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(absent)}"
+            raise RankError(f"{ranks} did not call {self._mine.what} within {ARRIVAL_S:g} s.{_TOGETHER}")
+        said: list[_Said] = [pickle.loads(self._store.get(key)) for key in self._keys]
+        for other, theirs in enumerate(said):
+            if theirs.what != self._mine.what:
+                raise RankError(f"rank {other} called {theirs.what}, rank 0 {self._mine.what}.{_TOGETHER}")
+            both = theirs.arguments.keys() | self._mine.arguments.keys()
+            differ = sorted(name for name in both if theirs.arguments.get(name) != self._mine.arguments.get(name))
+            if differ:
+                raise RankError(
+                    f"rank {other} and rank 0 called {theirs.what}, but differ in {', '.join(differ)}.{_TOGETHER}"
+                )
+        for theirs in said:
+            if theirs.error is not None:
+                raise _unpacked(theirs.error)
+
+    @contextlib.contextmanager
+    def _heartbeat(self) -> Iterator[None]:
+        is_over = threading.Event()
+        self._store.add("beat", 1)
+
+        def beat() -> None:
+            # a store that is gone is seen by all who use it
+            with contextlib.suppress(RuntimeError):
+                while not is_over.wait(_BEAT_S):
+                    self._store.add("beat", 1)
+
+        thread = threading.Thread(target=beat, name="bridge-heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _publish(self, outcome: bytes) -> None:
+        """Leave the outcome for the others, and stay until those who wait have read it."""
+        waiting = sum(self._store.check([key]) for key in self._keys[1:])
+        pieces = range(0, len(outcome), _PIECE_BYTES)
+        for index, start in enumerate(pieces):
+            self._store.set(f"outcome/{index}", outcome[start : start + _PIECE_BYTES])
+        self._store.set("outcome", str(len(pieces)))
+        _until(lambda: self._store.add("read", 0) >= waiting, _READ_S)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Say that this rank needs nothing more; the last deletes what was said."""
+        if self._store.add("read", 1) == world_size():
+            pieces = [f"outcome/{index}" for index in range(int(self._store.get("outcome")))]
+            for key in (*self._keys, *pieces, "outcome", "beat", "read"):
+                self._store.delete_key(key)
+
+
+def _until(condition: Callable[[], bool], within_s: float = math.inf) -> bool:
+    """Return whether `condition` held in time."""
+    deadline, delay = time.monotonic() + within_s, 0.001
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(delay)
+        delay = min(1.5 * delay, 0.5)
+    return True
+
+
+def _packed(error: BaseException) -> bytes:
+    """Return an error as it goes to other ranks: itself, where it can be pickled, and its text."""
+    text = f"rank {rank()} raised {type(error).__name__}: {error}"
+    if isinstance(error, Exception):
+        # any class may have a way of its own to be pickled, and to fail at it
+        with contextlib.suppress(Exception):
+            copy = pickle.loads(pickle.dumps(error))
+            if type(copy) is type(error) and str(copy) == str(error):
+                if not any(note.startswith("Raised on rank ") for note in getattr(copy, "__notes__", ())):
+                    copy.add_note(f"Raised on rank {rank()}.")
+                return pickle.dumps((pickle.dumps(copy), text))
+    return pickle.dumps((None, text))
+
+
+def _unpacked(packed: bytes) -> Exception:
+    pickled, text = pickle.loads(packed)
+    if pickled is not None:
+        # its class may be missing here
+        with contextlib.suppress(Exception):
+            error: Exception = pickle.loads(pickled)
+            return error
+    return EngineError(text)
+
+
+def broadcast_rows(rows: pa.Table | None, *, what: str) -> pa.Table:
+    """Return the rows that rank 0 gives on every rank, in the same record batches.
+
+    No rank holds them twice. They are received into one buffer, which is Arrow's own since one of Arrow's threads may
+    let go of it last: Python's would need the interpreter for that, and one that ends just then aborts.
+
+    Raises:
+        RankError: As in `from_rank_0`; or a rank was lost while rows were sent.
+        MemoryError: A rank lacks the memory for them; on every rank.
+    """
+    if world_size() == 1:
+        return rows
+    num_bytes = from_rank_0(lambda: _stream(rows, pa.MockOutputStream()), what=f"{what}: bytes")
+    pool = pa.system_memory_pool()
+    memory: Any = on_every_rank(
+        lambda: pa.allocate_buffer(num_bytes, memory_pool=pool) if rank() else None, what=f"{what}: memory"
+    )
+    send = _sender()
+    try:
+        if rank() == 0:
+            _stream(rows, pa.PythonFile(_Chunks(send, num_bytes), mode="w"))
+            return rows
+        received = np.frombuffer(memory, np.uint8)
+        for start in range(0, num_bytes, _CHUNK_BYTES):
+            send(received[start : start + _CHUNK_BYTES])
+    except RuntimeError as exc:
+        raise RankError(f"a rank was lost during {what}, while rows were sent: {exc}.{_SEE_LOGS}") from exc
+    return pa.ipc.open_stream(memory).read_all()
+
+
+def _stream(rows: pa.Table, sink: pa.NativeFile) -> int:
+    """Write rows as an Arrow IPC stream; return its bytes."""
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_table(rows)
+    return int(sink.tell())
+
+
+def _sender() -> Callable[[Bytes], None]:
+    """Return what broadcasts from rank 0: over the default group or, where that has no gloo, over one beside it."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    group: Any = dist.group.WORLD
+    if "cpu:gloo" not in dist.get_backend_config():
+        # found in torch's own list: a process group that is destroyed takes it along
+        known = (found for found in _world.pg_map if found.group_desc == _GLOO)
+        group = next(known, None) or dist.new_group(backend="gloo", group_desc=_GLOO)
+    return lambda block: dist.broadcast(torch.from_numpy(block), src=0, group=group)
+
+
+class _Chunks(io.RawIOBase):
+    """A file of `num_bytes` that is sent while it is written, through one block of memory."""
+
+    def __init__(self, send: Callable[[Bytes], None], num_bytes: int) -> None:
+        self._send = send
+        self._left = num_bytes
+        self._block = np.empty(min(_CHUNK_BYTES, num_bytes), np.uint8)
+        self._filled = 0
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def write(self, data: Any) -> int:
+        """Send whole chunks, and the last."""
+        view = memoryview(data).cast("B")
+        done = 0
+        while done < view.nbytes:
+            size = min(len(self._block) - self._filled, view.nbytes - done)
+            self._block[self._filled : self._filled + size] = view[done : done + size]
+            done += size
+            self._filled += size
+            if self._filled in (len(self._block), self._left):
+                self._send(self._block[: self._filled])
+                self._left -= self._filled
+                self._filled = 0
+        return done

@@ -1,0 +1,122 @@
+"""How the rows of an export are laid out in shards. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from bridge.display import parse_bytes
+from bridge.errors import ConfigError, SourceError
+from bridge.spark.names import near
+
+_OFF = 0.2
+_FILES_OFF, _SHARE_OFF = 2, 0.05
+_FILES_OF_A_TASK = 4
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the shards of an export should be like.
+
+    `shard_bytes` is about the size of a file, `row_group_bytes` about that of a row group before compression.
+    `num_shards` takes the place of `shard_bytes`. `order_by` names columns by which all rows are sorted;
+    `shuffle_at_write` is the seed by which they are mixed.
+    """
+
+    shard_bytes: int = 1 << 30
+    row_group_bytes: int = 64 << 20
+    num_shards: int | None = None
+    order_by: tuple[str, ...] = ()
+    shuffle_at_write: int | None = None
+
+    @classmethod
+    def checked(
+        cls,
+        shard_bytes: int | str = shard_bytes,
+        row_group_bytes: int | str = row_group_bytes,
+        num_shards: int | None = None,
+        order_by: str | Sequence[str] | None = None,
+        shuffle_at_write: int | None = None,
+    ) -> Shape:
+        """Return the shape that a caller asks for.
+
+        Raises:
+            ConfigError: A size is none, or is 0.
+            ValueError: A number is no whole number in its range, or `order_by` and `shuffle_at_write` are both given.
+        """
+        sizes = {"shard_bytes": shard_bytes, "row_group_bytes": row_group_bytes}
+        shards, row_groups = (parse_bytes(size, name=name) for name, size in sizes.items())
+        if min(shards, row_groups) < 1:
+            raise ConfigError(f"shard_bytes is {shard_bytes} and row_group_bytes {row_group_bytes}; give 1 or more.")
+        if num_shards is not None and not _is_whole(num_shards, 1):
+            raise ValueError(f"num_shards is {num_shards!r}; give a whole number, 1 or more.")
+        if shuffle_at_write is not None and not _is_whole(shuffle_at_write, 0):
+            raise ValueError(f"shuffle_at_write is {shuffle_at_write!r}; give a seed: a whole number, 0 or more.")
+        if order_by is not None and shuffle_at_write is not None:
+            raise ValueError("order_by and shuffle_at_write were both given; rows are either sorted or mixed.")
+        names = (order_by,) if isinstance(order_by, str) else tuple(order_by or ())
+        return cls(shards, row_groups, num_shards, names, shuffle_at_write)
+
+    def spelled(self, columns: Sequence[str]) -> Shape:
+        """Return the same with the columns of `order_by` in the table's own spelling.
+
+        Raises:
+            SourceError: One is not among the columns that are read.
+        """
+        known = {column.lower(): column for column in columns}
+        for name in self.order_by:
+            if not isinstance(name, str) or name.lower() not in known:
+                raise SourceError(
+                    f"order_by names {name!r}, which is not read.\n  {near(str(name), columns)}\n"
+                    "  Name it in columns= too, or leave columns= out."
+                )
+        return Shape(
+            self.shard_bytes, self.row_group_bytes, self.num_shards,
+            tuple(known[name.lower()] for name in self.order_by), self.shuffle_at_write,
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what makes two layouts of the same rows differ."""
+        size = {"shard_bytes": self.shard_bytes} if self.num_shards is None else {"num_shards": self.num_shards}
+        given = {"order_by": list(self.order_by) or None, "shuffle_at_write": self.shuffle_at_write}
+        return size | {"row_group_bytes": self.row_group_bytes} | {k: v for k, v in given.items() if v is not None}
+
+
+def fitted(partition_rows: Sequence[int], shard_rows: int) -> tuple[int, int]:
+    """Return how many tasks should write, and how many rows a file may hold, so that files come near `shard_rows`.
+
+    No row is moved: a task writes some partitions one after the other (Spark's `coalesce`), and begins a new file when
+    one is full. It is the way with the most tasks in which no more than two files, or a twentieth of them, are off by
+    more than a fifth; where there is none, the one in which the fewest are. A task writes four files or fewer, but for
+    those of a single partition.
+
+    Args:
+        partition_rows: The rows of each partition, in Spark's order; at least one.
+    """
+    rows = np.asarray(partition_rows, dtype=np.int64)
+    count = len(rows)
+    fewest = min(count, max(1, math.ceil(rows.sum() / (_FILES_OF_A_TASK * shard_rows))))
+    least, most = (1 - _OFF) * shard_rows, (1 + _OFF) * shard_rows
+    best = (math.inf, count, max(1, shard_rows))
+    for together in range(1, -(-count // fewest) + 1):
+        num_tasks = max(fewest, -(-count // together))
+        # as coalesce groups them where no place is preferred
+        groups = np.add.reduceat(rows, np.arange(num_tasks) * count // num_tasks)
+        largest = int(groups.max())
+        for files in {max(1, largest // shard_rows), max(1, -(-largest // shard_rows))}:
+            limit = max(1, -(-largest // files))
+            whole, rest = int((groups // limit).sum()), groups % limit
+            off = int(((rest > 0) & (rest < least)).sum()) + (0 if least <= limit <= most else whole)
+            if off < best[0]:
+                best = (off, num_tasks, limit)
+            if off <= max(_FILES_OFF, _SHARE_OFF * (whole + int((rest > 0).sum()))):
+                return num_tasks, limit
+    return best[1], best[2]
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -1,0 +1,116 @@
+"""When two exports are the same, so that the one that is there may be taken. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from bridge.display import format_count
+from bridge.manifest import FORMAT_VERSION
+from bridge.spark.connect import Connection
+from bridge.spark.shape import Shape
+from bridge.spark.source import Source
+
+_QUOTED = re.compile(r"('[^']*'|\"[^\"]*\"|`[^`]*`)")
+# Spaces around these mean nothing. Not around "-": two of them start a comment.
+_SYMBOLS = re.compile(r"\s*([<>=!+*/%(),])\s*")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What was asked for, and whether an export of it may be taken again.
+
+    `query` holds what was asked, but for the version, as JSON values. `key` is equal for two exports of the same query
+    of the same version, and None where nobody can ask for the same again; it is the label of an attempt. Where not
+    `is_settled`, the same key may stand for other rows tomorrow; `reason` says why, or why there is no key.
+    """
+
+    query: dict[str, Any]
+    version: int | None
+    key: str | None
+    is_settled: bool
+    reason: str
+
+    @classmethod
+    def of(
+        cls,
+        source: Source,
+        connection: Connection,
+        shape: Shape,
+        *,
+        drop_nulls: list[str],
+        to_json: list[str],
+        is_shared: bool,
+    ) -> Identity:
+        """Return the identity of an export of `source`; policies that do not change the files are no part of it.
+
+        Args:
+            is_shared: Whether whoever asks so may have the rows of others who did. Row filters, column masks and
+                dynamic views give each user their own.
+        """
+        # the same folder has several names where links lead to it, as to a warehouse whose path holds odd characters
+        location = source.location
+        if location is not None and location.startswith("/"):
+            location = os.path.realpath(location)
+        query = {
+            "format": FORMAT_VERSION,
+            "address": connection.address,
+            "user": None if is_shared else connection.user,
+            "time_zone": connection.time_zone,
+            "table": source.name,
+            "location": location,
+            "columns": list(source.columns),
+            "where": None if source.where is None else normalized(source.where),
+            "limit": source.limit,
+            "drop_nulls": drop_nulls,
+            "to_json": to_json,
+            **shape.to_json(),
+        }
+        pin = source.pin
+        if source.is_temporary:
+            return cls(query, None, None, False, f"{pin.reason}, and nobody else can name it")
+        if not source.where_is_text:
+            return cls(query, pin.version, None, False, "a filter given as a Column cannot be told from another")
+        if pin.version is None or pin.fingerprint is None:
+            # names of an engine on this machine are its own
+            at = platform.node() if source.engine.is_here else None
+            return cls(query, None, _digest([query, at]), False, pin.reason)
+        key = _digest([query, pin.version, pin.fingerprint])
+        if not source.is_repeatable:
+            return cls(query, pin.version, key, False, "the filter need not give the same rows twice")
+        return cls(query, pin.version, key, True, "")
+
+    def differs_from(self, query: Mapping[str, Any], version: int | None) -> str:
+        """Return in what an export that is there is another one."""
+        if query.get("user") != self.query["user"]:
+            theirs, mine = (each or "all who say shared=True" for each in (query.get("user"), self.query["user"]))
+            return f"the one that is there is for {theirs}, this is for {mine}"
+        other = [name for name in {**query, **self.query} if query.get(name) != self.query.get(name)]
+        if other:
+            return f"the newest that is there differs in {', '.join(sorted(other))}"
+        if version != self.version:
+            return f"the newest that is there is of version {'none' if version is None else format_count(version)}"
+        return "the table was made again since"
+
+
+def normalized(where: str) -> str:
+    """Return a filter without the spaces that mean nothing, so that two spellings of it are one.
+
+    What holds a comment or a backslash stays as it is: either may change what a quote means.
+    """
+    where = where.strip()
+    if "\\" in where or "--" in where or "/*" in where:
+        return where
+    parts = _QUOTED.split(where)
+    parts[::2] = [_SYMBOLS.sub(r"\1", re.sub(r"\s+", " ", part)) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _digest(facts: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).hexdigest()

@@ -1,0 +1,266 @@
+"""What exports there are, and whether they are whole."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+from bridge.config import load_settings
+from bridge.display import did_you_mean
+from bridge.errors import BridgeError, ExportNotFoundError, VolumeError
+from bridge.manifest import Manifest, Shard
+from bridge.volumes.commit import WITHDRAWN, Attempt, attempts, is_marker, read_marker
+from bridge.volumes.digest import digest_ranges
+from bridge.volumes.hold import hold_attempt
+from bridge.volumes.lease import count_holders, storage_time_ns
+from bridge.volumes.path import locate
+from bridge.volumes.storage import Storage, with_retries
+from bridge.volumes.stores import LocalStorage
+
+_NUM_THREADS = 16
+
+State = Literal["complete", "being written", "left behind", "withdrawn", "unreadable"]
+
+
+@dataclass(frozen=True)
+class ExportInfo:
+    """One export, or what there is of one.
+
+    Attributes:
+        path: Its folder.
+        state: "being written" while a writer holds it; "left behind" by a writer that failed or was killed; "withdrawn"
+            when it was deleted while readers held it, whose files go after them; "unreadable" as `problem` says.
+        age_s: Seconds since it was begun, by the clock of the volume.
+        num_holders: Readers and writers that hold it. One that was killed counts for up to an hour.
+        table: None unless it is complete, like all that follow.
+        query: What was asked for: exports of the same table and query differ in their versions alone.
+        receipt: What was read, by whom, when, with which versions.
+        num_bytes: Bytes of its files; where it is incomplete, of those that are there.
+    """
+
+    path: str
+    state: State
+    age_s: float = 0.0
+    num_holders: int = 0
+    table: str | None = None
+    version: int | None = None
+    query: dict[str, Any] = field(default_factory=dict)
+    receipt: dict[str, Any] = field(default_factory=dict)
+    num_rows: int | None = None
+    num_shards: int | None = None
+    num_bytes: int | None = None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was found of the files of an export.
+
+    Attributes:
+        damaged: What is wrong with a shard, by its name.
+        unlisted: Parquet files in its folder that its manifest does not list: readers of the whole folder take their
+            rows for the export's.
+    """
+
+    path: str
+    num_shards: int
+    num_bytes: int
+    damaged: dict[str, str]
+    unlisted: tuple[str, ...]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.damaged and not self.unlisted
+
+
+def list_exports(root: str | os.PathLike[str], *, table: str | None = None) -> list[ExportInfo]:
+    """Return the exports in a folder, by folder and newest first, incomplete ones and those that cannot be read too.
+
+    Args:
+        root: The folder that was given as `volume`, or the one of a single table in it.
+        table: Name of a table, in full or its last parts: only exports of it, and what is incomplete beside them.
+
+    Raises:
+        ExportNotFoundError: The folder is not there, or holds no export of `table`.
+        VolumeError: The folder cannot be listed.
+    """
+    folder = export_path(root)
+    try:
+        # what a link leads to would be there twice
+        inside = sorted(found.name for found in LocalStorage(folder).list() if found.is_folder and not found.is_link)
+    except (FileNotFoundError, NotADirectoryError) as exc:
+        raise ExportNotFoundError(
+            f"{folder} is no folder.\n  Give the one that was given to export_table as volume."
+        ) from exc
+    except OSError as exc:
+        raise VolumeError(f"{folder} cannot be listed: {exc.strerror or exc}.") from exc
+    parents = [folder, *(folder / name for name in inside if not Attempt.parse(name))]
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        looks = [look for found in threads.map(_survey, parents) for look in found]
+        exports = list(threads.map(lambda look: look(), looks))
+    if table is None:
+        return exports
+    names = {info.table for info in exports if info.table}
+    named = {name for name in names if f".{name}".endswith(f".{table}")}
+    if not named:
+        raise ExportNotFoundError(f"{folder} holds no complete export of {table}.{did_you_mean(table, names)}")
+    beside = {Path(info.path).parent for info in exports if info.table in named}
+    return [
+        info for info in exports if info.table in named or (info.table is None and Path(info.path).parent in beside)
+    ]
+
+
+def _survey(parent: Path) -> list[Callable[[], ExportInfo]]:
+    """Return what looks at each attempt of a folder."""
+    storage = LocalStorage(parent)
+    try:
+        found = attempts(storage)
+        if not found:
+            return []
+        now_ns = _time_ns(storage)
+        held = count_holders(storage, now_ns=now_ns)
+    except OSError as exc:
+        return [partial(ExportInfo, path=str(parent), state="unreadable", problem=reason(exc))]
+    return [partial(_describe, parent, each, held.get(each.attempt_id, 0), now_ns) for each in found]
+
+
+def _time_ns(storage: Storage) -> int:
+    try:
+        return storage_time_ns(storage)
+    except VolumeError:  # whoever may only read has no clock but its own
+        return time.time_ns()
+
+
+def _describe(parent: Path, attempt: Attempt, num_holders: int, now_ns: int) -> ExportInfo:
+    path = parent / attempt.name
+    age_s = now_ns / 1e9 - attempt.generation / 1e3
+    info = ExportInfo(path=str(path), state="unreadable", age_s=age_s, num_holders=num_holders)
+    try:
+        marker = read_marker(LocalStorage(parent), attempt.name)
+        if marker is None:
+            return _describe_incomplete(path, info)
+        info = replace(info, num_bytes=sum(marker.sizes.values()))
+        manifest = Manifest.from_json(marker.body, path)
+    except (BridgeError, OSError) as exc:
+        return replace(info, problem=reason(exc))
+    except (LookupError, TypeError, AttributeError):
+        return replace(info, problem="its marker holds no manifest of an export")
+    return replace(
+        info,
+        state="complete",
+        table=manifest.table,
+        version=manifest.version,
+        query=manifest.query,
+        receipt=manifest.receipt,
+        num_rows=manifest.num_rows,
+        num_shards=len(manifest.shards),
+    )
+
+
+def _describe_incomplete(path: Path, info: ExportInfo) -> ExportInfo:
+    num_bytes, names = 0, set()
+    for folder, _, files in os.walk(path):
+        names.update(files)
+        for name in files:
+            try:
+                num_bytes += os.stat(os.path.join(folder, name)).st_size
+            except FileNotFoundError:  # its writer works on it
+                continue
+    state: State = "being written" if info.num_holders else "left behind"
+    problem = None
+    if WITHDRAWN in names:
+        state = "withdrawn"
+    elif any(map(is_marker, names)) and not info.num_holders:
+        problem = "its marker is damaged"
+    return replace(info, state=state, num_bytes=num_bytes, problem=problem)
+
+
+def describe_export(path: str | os.PathLike[str]) -> ExportInfo:
+    """Return what there is of one export.
+
+    Raises:
+        ExportNotFoundError: There is no such folder among exports; a copy elsewhere is not among them.
+        VolumeError: What is beside it cannot be read.
+    """
+    folder = export_path(path)
+    attempt, storage = Attempt.parse(folder.name), LocalStorage(folder.parent)
+    if attempt is None or not folder.is_dir():
+        raise not_found(folder)
+    try:
+        now_ns = _time_ns(storage)
+        held = count_holders(storage, now_ns=now_ns)
+    except OSError as exc:
+        raise VolumeError(f"the leases beside {folder} cannot be read: {reason(exc)}.") from exc
+    return _describe(folder.parent, attempt, held.get(attempt.attempt_id, 0), now_ns)
+
+
+def verify_export(path: str | os.PathLike[str], *, read: bool = True) -> VerifyReport:
+    """Check every byte of an export against the digests in its manifest.
+
+    Args:
+        path: The folder of one export; a copy elsewhere may be checked too.
+        read: False looks only whether each shard is there in full size.
+
+    Raises:
+        ExportNotFoundError: No complete export is there.
+        ExportError: Its manifest is in a format that this version does not read.
+        VolumeError: The folder cannot be read, or the export was deleted meanwhile.
+    """
+    folder = export_path(path)
+    marker = read_marker(LocalStorage(folder))
+    if marker is None:
+        raise not_found(folder)
+    manifest = Manifest.from_json(marker.body, folder)
+    held = hold_attempt(LocalStorage(folder.parent), folder.name)
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        found = threads.map(lambda shard: _damage(folder / shard.name, shard, read=read), manifest.shards)
+        damaged = {shard.name: what for shard, what in zip(manifest.shards, found, strict=True) if what}
+    listed = {folder / shard.name for shard in manifest.shards}
+    unlisted = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.parquet") if file not in listed)
+    del held
+    return VerifyReport(str(folder), len(manifest.shards), manifest.num_bytes, damaged, tuple(unlisted))
+
+
+def _damage(path: Path, shard: Shard, *, read: bool) -> str:
+    """Return what is wrong with a shard, "" where nothing is."""
+    try:
+        num_bytes = with_retries(path.stat).st_size
+        if num_bytes != shard.num_bytes:
+            return f"holds {num_bytes:,} bytes; {shard.num_bytes:,} were written"
+        if not read:
+            return ""
+        ranges = [(group.start, group.stop) for group in shard.row_groups] + [(shard.footer_start, shard.num_bytes)]
+        digests = with_retries(lambda: digest_ranges(path, ranges))
+    except FileNotFoundError:
+        return "is not there"
+    except OSError as exc:
+        return f"cannot be read: {reason(exc)}"
+    expected = [*(group.digest for group in shard.row_groups), shard.footer_digest]
+    names = [*(f"row group {index}" for index in range(len(shard.row_groups))), "its footer"]
+    changed = [
+        f"{name} (bytes {start:,} to {stop:,})"
+        for name, (start, stop), seen, digest in zip(names, ranges, digests, expected, strict=True)
+        if seen != digest
+    ]
+    return f"differs from what was written in {', '.join(changed)}" if changed else ""
+
+
+def export_path(path: str | os.PathLike[str]) -> Path:
+    return locate(path, load_settings().volume_root).folder()
+
+
+def not_found(folder: Path) -> ExportNotFoundError:
+    return ExportNotFoundError(
+        f"{folder} is not the folder of a complete export.\n  Give one that list_exports(root) shows."
+    )
+
+
+def reason(exc: OSError | BridgeError) -> str:
+    return getattr(exc, "strerror", None) or str(exc).partition("\n")[0].rstrip(".")

@@ -1,0 +1,190 @@
+"""Which exports may go, and their deletion."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+from bridge.display import format_seconds
+from bridge.errors import ConfigError, ExportError, VolumeError
+from bridge.tables.inventory import ExportInfo, describe_export, list_exports, not_found, reason
+from bridge.volumes.commit import Attempt, collect_garbage, delete_attempt, withdraw_attempt
+from bridge.volumes.lease import GRACE_S, count_holders, storage_time_ns
+from bridge.volumes.storage import Storage
+from bridge.volumes.stores import LocalStorage
+
+# How long listings may lack a lease that is there, and names may outlive a marker that is gone.
+_LAG_S = 5.0
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What was deleted, or would be in a dry run; what stays, and why; and what could not be deleted, and why."""
+
+    deleted: tuple[ExportInfo, ...]
+    kept: tuple[tuple[ExportInfo, str], ...]
+    failed: tuple[tuple[ExportInfo, str], ...]
+    is_dry_run: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what was deleted."""
+        return sum(info.num_bytes or 0 for info in self.deleted)
+
+
+def prune_exports(
+    root: str | os.PathLike[str],
+    *,
+    table: str | None = None,
+    keep_versions: int | None = None,
+    max_age_s: float | None = None,
+    dry_run: bool = False,
+) -> PruneReport:
+    """Delete the exports that no rule keeps, and what writers left behind more than an hour ago.
+
+    The newest export of each table and query always stays, and so does what is in use. Whoever has opened an export
+    holds it until its Table is gone; a process that may not write the volume cannot hold one, and is not waited for.
+
+    Args:
+        root, table: As in `list_exports`.
+        keep_versions: Keep the exports of so many newest versions of each table and query. Each export of what has no
+            version counts as one.
+        max_age_s: Keep those that were begun less than so many seconds ago, by the clock of the volume.
+        dry_run: Delete nothing, and report what would be.
+
+    Raises:
+        ConfigError: No rule was given, or one is out of range.
+        ExportNotFoundError, VolumeError: As in `list_exports`. What cannot be deleted is in the report.
+    """
+    if keep_versions is None and max_age_s is None:
+        raise ConfigError("nothing says which exports may go; give keep_versions, max_age_s, or both.")
+    if (keep_versions is not None and keep_versions < 1) or (max_age_s is not None and max_age_s < 0):
+        raise ConfigError(f"keep_versions is {keep_versions} and max_age_s {max_age_s}; give 1 or more, and 0 or more.")
+    exports = list_exports(root, table=table)
+    kept = reasons_to_keep(exports, keep_versions=keep_versions, max_age_s=max_age_s)
+    may_go = [info for info in exports if info.path not in kept]
+    failed: dict[str, str] = {}
+    if not dry_run:
+        _delete([info for info in may_go if info.state == "complete"], kept, failed)
+        for parent in sorted({Path(info.path).parent for info in exports if info.state != "unreadable"}):
+            try:
+                collect_garbage(LocalStorage(parent))
+            except VolumeError as exc:
+                exports.append(ExportInfo(path=str(parent), state="unreadable"))
+                failed[str(parent)] = str(exc)
+        for info in may_go:
+            if info.state != "complete" and Path(info.path).exists():
+                kept[info.path] = "still held, or not garbage yet"
+    return PruneReport(
+        deleted=tuple(info for info in may_go if info.path not in kept and info.path not in failed),
+        kept=tuple((info, kept[info.path]) for info in exports if info.path in kept),
+        failed=tuple((info, failed[info.path]) for info in exports if info.path in failed),
+        is_dry_run=dry_run,
+    )
+
+
+def reasons_to_keep(
+    exports: Iterable[ExportInfo], *, keep_versions: int | None, max_age_s: float | None
+) -> dict[str, str]:
+    """Return why exports stay, by path; what is not in it may go, by every rule that was given."""
+    kept: dict[str, str] = {}
+    queries: dict[str, list[ExportInfo]] = {}
+    for info in exports:
+        if info.state == "complete":
+            queries.setdefault(json.dumps([info.table, info.query], sort_keys=True), []).append(info)
+        elif info.state == "unreadable":
+            kept[info.path] = f"it cannot be read: {info.problem}"
+        elif info.num_holders:
+            kept[info.path] = f"{info.state}, {_in_use(info.num_holders)}"
+        elif info.age_s < GRACE_S:
+            kept[info.path] = f"{info.state} less than {format_seconds(GRACE_S)} ago"
+    for found in queries.values():
+        found.sort(key=lambda info: info.age_s)
+        versions = sorted({info.version for info in found if info.version is not None}, reverse=True)
+        unpinned = [info.path for info in found if info.version is None]
+        for info in found:
+            newer = unpinned.index(info.path) if info.version is None else versions.index(info.version)
+            if info is found[0]:
+                kept[info.path] = "the newest of its table and query"
+            elif info.num_holders:
+                kept[info.path] = _in_use(info.num_holders)
+            elif keep_versions is not None and newer < keep_versions:
+                kept[info.path] = f"one of the {keep_versions} newest versions"
+            elif max_age_s is not None and info.age_s < max_age_s:
+                kept[info.path] = f"younger than {format_seconds(max_age_s)}"
+    return kept
+
+
+def remove_export(path: str | os.PathLike[str]) -> ExportInfo:
+    """Delete one export, the newest too, and return what it was.
+
+    Raises:
+        ExportNotFoundError: No complete export is there, or it is a copy that is not among exports.
+        ExportError: It is in use.
+        VolumeError: It could not be deleted, or not all of it.
+    """
+    info = describe_export(path)
+    if info.state not in ("complete", "unreadable"):
+        raise not_found(Path(info.path))
+    kept: dict[str, str] = {}
+    failed: dict[str, str] = {}
+    _delete([info], kept, failed)
+    for why in kept.values():
+        raise ExportError(
+            f"{info.path} is not deleted: {why}.\n"
+            "  Let its readers end, then try again. The hold of a process that was killed ends by itself in an hour."
+        )
+    for why in failed.values():
+        raise VolumeError(why)
+    return info
+
+
+def _delete(doomed: Sequence[ExportInfo], kept: dict[str, str], failed: dict[str, str]) -> None:
+    """Delete exports that nobody holds, as hold.py says; note which stay and which could not be deleted, and why."""
+    withdrawn = _unheld(doomed, withdraw_attempt, kept, failed)
+    if withdrawn:
+        _wait_for_listings()
+        _unheld(withdrawn, delete_attempt, kept, failed, "opened at the last moment, its files go later: ")
+
+
+def _unheld(
+    doomed: Sequence[ExportInfo],
+    act: Callable[[Storage, Attempt], None],
+    kept: dict[str, str],
+    failed: dict[str, str],
+    how: str = "",
+) -> list[ExportInfo]:
+    """Do one thing to the exports that nobody holds now; return those for which it was done."""
+    done = []
+    for parent, group in groupby(doomed, key=lambda info: Path(info.path).parent):
+        infos, storage = list(group), LocalStorage(parent)
+        try:
+            held = count_holders(storage, now_ns=storage_time_ns(storage))
+        except OSError as exc:
+            failed |= {info.path: f"the leases of {parent} cannot be read: {reason(exc)}." for info in infos}
+            continue
+        for info in infos:
+            attempt = Attempt.parse(Path(info.path).name)
+            assert attempt is not None
+            if attempt.attempt_id in held:
+                kept[info.path] = how + _in_use(held[attempt.attempt_id])
+                continue
+            try:
+                act(storage, attempt)
+                done.append(info)
+            except VolumeError as exc:
+                failed[info.path] = str(exc)
+    return done
+
+
+def _wait_for_listings() -> None:
+    time.sleep(_LAG_S)
+
+
+def _in_use(num_holders: int) -> str:
+    return f"in use by {num_holders} holder{'' if num_holders == 1 else 's'}"

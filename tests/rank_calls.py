@@ -1,0 +1,168 @@
+"""What ranks call in tests; `tests.ranks` starts them. Every rank runs the whole function."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import torch.distributed as dist
+
+import bridge
+from bridge import distributed
+from bridge.distributed import broadcast_rows, from_rank_0, on_every_rank, rank
+from bridge.manifest import Manifest
+from bridge.tables import ranks
+from tests.exports import make_export
+from tests.ranks import digest, tables, tell
+
+RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+LATE_S = 1.0
+
+
+class OddError(Exception):
+    """An error that can be pickled, and not read back."""
+
+    def __init__(self, code: int, text: str) -> None:
+        super().__init__(f"{code}: {text}")
+
+
+def fail(error: BaseException) -> Any:
+    raise error
+
+
+def in_turn(folder: str) -> None:
+    """Do all that needs no engine; rank 2 alone survives."""
+    dist.init_process_group("gloo")
+    dist.new_group([0, 1])
+    values_and_errors()
+    rows("over gloo")
+    exports(Path(folder))
+    dist.destroy_process_group()
+
+    # a backend that moves nothing, as that of a GPU moves nothing in the memory of a CPU
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+    port = int(os.environ["OTHER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=RANK == 0)
+    dist.init_process_group("fake", store=store, rank=RANK, world_size=WORLD_SIZE)
+    rows("beside another backend")
+    tell("groups", lambda: len(dist.distributed_c10d._world.pg_map))
+    dist.destroy_process_group()
+
+    distributed.LOST_S, distributed._BEAT_S = 1.5, 0.3
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=RANK, world_size=WORLD_SIZE)
+    # rank 0 works for longer than the others would wait for a sign of life
+    tell("long", lambda: from_rank_0(lambda: time.sleep(2.5), what="f()"))
+    tell("lost", lambda: from_rank_0(die, what="f()"))
+    dist.destroy_process_group()
+
+    dist.init_process_group("gloo", rank=RANK - 1, world_size=WORLD_SIZE - 1)
+    tell("lost with the store", lambda: from_rank_0(die, what="f()"))
+    os._exit(0)  # what is left of the group could not be taken down in order
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def values_and_errors() -> None:
+    tell("numbers", lambda: [distributed.rank(), distributed.world_size(), distributed.local_world_size()])
+    tell("value", lambda: from_rank_0(lambda: {"made on": rank()}, what="f()"))
+    tell("large", lambda: len(from_rank_0(lambda: bytes(9 << 20), what="f()")))
+    error = bridge.SourceNotFoundError("no table t\n  near: u")
+    tell("error", lambda: from_rank_0(lambda: fail(error), what="f()"))
+    tell("odd error", lambda: from_rank_0(lambda: fail(OddError(7, "odd")), what="f()"))
+    tell("odd value", lambda: from_rank_0(lambda: lambda: None, what="f()"))
+    tell("exit", lambda: from_rank_0(lambda: fail(SystemExit(3)), what="f()"))
+    tell("other arguments", lambda: from_rank_0(int, what="f()", arguments={"a": "1", "b": str(rank() // 2)}))
+    tell("other call", lambda: from_rank_0(int, what="g()" if rank() == 1 else "f()"))
+    tell("own part", lambda: on_every_rank(lambda: fail(OSError(f"no room on {rank()}")) if rank() else 0, what="f()"))
+    tell("all parts", lambda: on_every_rank(lambda: rank() * 10, what="f()"))
+
+    distributed.ARRIVAL_S = LATE_S
+    time.sleep(3 * LATE_S if rank() == 2 else 0)
+    tell("rank 2 late", lambda: from_rank_0(int, what="f()"))
+    time.sleep(0 if rank() else 2.5 * LATE_S)
+    tell("rank 0 late", lambda: from_rank_0(int, what="f()"))
+    distributed.ARRIVAL_S = 60.0
+    tell("in step", lambda: from_rank_0(lambda: "again", what="f()"))
+
+    store = dist.distributed_c10d._get_default_store()
+
+    def repeat() -> list[int]:
+        before = from_rank_0(store.num_keys, what="count")
+        for number in range(200):
+            assert from_rank_0(lambda number=number: number, what="f()") == number
+        return [before, from_rank_0(store.num_keys, what="count")]
+
+    tell("200 calls", repeat)
+
+
+def rows(name: str) -> None:
+    distributed._CHUNK_BYTES = 1000
+
+    def received() -> list[Any]:
+        found = [broadcast_rows(None if rank() else table, what="f()") for table in tables()]
+        return [[digest(table), [batch.num_rows for batch in table.to_batches()]] for table in found]
+
+    tell(name, received)
+
+
+def exports(folder: Path) -> None:
+    late = folder / "late"
+
+    def load(export: Callable[[], bridge.Table]) -> Any:
+        table = ranks.shared(export, "load_table", {"source": "t"})
+        return [table.path, table.num_rows, *table.to_arrow()["n"].to_pylist()[298:302]]
+
+    def made() -> tuple[Path, Manifest]:
+        return make_export(folder, [pa.table({"n": range(300)}), pa.table({"n": range(300, 307)})])
+
+    def show_late() -> bridge.Table:
+        found, manifest = made()
+
+        def show() -> None:
+            late.mkdir()
+            # the marker first
+            for file in sorted(found.iterdir()):
+                time.sleep(LATE_S / 2)
+                shutil.copy(file, late)
+
+        threading.Thread(target=show).start()
+        return bridge.Table.exported(late, manifest)
+
+    def here() -> bridge.Table:
+        found, manifest = made()
+        os.chdir(folder)
+        # this path leads to another folder on each rank, as that of a machine's own disk does
+        return bridge.Table.exported(Path("/proc/self/cwd", found.name), manifest)
+
+    tell("late", lambda: load(show_late))
+    ranks.SEEN_S = 0.5
+    tell("elsewhere", lambda: load(here))
+
+
+def loads(table: str, folder: str) -> None:
+    dist.init_process_group("gloo")
+
+    def told(table: bridge.Table) -> Any:
+        row_counts = table._row_groups.row_counts
+        return [table.route, table.path, digest(table.to_arrow()), row_counts, str(table.plan), table.receipt]
+
+    policies = {"n": bridge.fill(0), "word": bridge.dictionary()}
+    tell("collect", lambda: told(bridge.load_table(table, columns=["word", "n"], policies=policies)))
+    tell("export", lambda: told(bridge.load_table(table, route="export", volume=folder)))
+    tell("reuse", lambda: told(bridge.export_table(table, folder)))
+    tell("no table", lambda: bridge.load_table(f"{table}_not"))
+    tell("other columns", lambda: bridge.load_table(table, columns=["n" if rank() == 5 else "word"]))
+    tell("plan", lambda: bridge.plan_table(table).route if rank() == 0 else None)
+    tell("spark", lambda: "pyspark" in sys.modules)
+    dist.destroy_process_group()

@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from bridge.spark.engines.process import free_port
+from tests.ranks import Ended, digest, run_ranks, tables
+
+TOGETHER = "\n  All ranks must make the same calls, in the same order and with the same arguments."
+
+
+def all_told(ended: list[Ended], name: str) -> list[Any]:
+    """Return what each rank told."""
+    for rank, each in enumerate(ended):
+        assert name in each.told, f"rank {rank}: {each.stderr}"
+    return [each.told[name] for each in ended]
+
+
+def values(ended: list[Ended], name: str) -> list[Any]:
+    return [told["value"] for told in all_told(ended, name)]
+
+
+def errors(ended: list[Ended], name: str) -> list[tuple[str, str]]:
+    return [(told["error"], told["text"]) for told in all_told(ended, name)]
+
+
+def test_one_process_alone_calls_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from bridge import distributed as d\n"
+        "print(d.rank(), d.world_size(), d.local_world_size(), d.from_rank_0(lambda: 7, what='f'),\n"
+        "      d.on_every_rank(lambda: 8, what='f'), d.broadcast_rows(9, what='f'), 'torch' in sys.modules)\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == ["0", "1", "1", "7", "8", "9", "False"]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
+    """Three ranks after all they do in `in_turn`."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks("in_turn", 3, folder, environment={"OTHER_PORT": str(free_port())})
+
+
+def test_each_rank_knows_its_numbers(three: list[Ended]) -> None:
+    assert values(three, "numbers") == [[0, 3, 3], [1, 3, 3], [2, 3, 3]]
+
+
+def test_a_value_of_rank_0_is_returned_on_every_rank(three: list[Ended]) -> None:
+    assert values(three, "value") == [{"made on": 0}] * 3
+
+
+def test_a_value_may_be_larger_than_the_store_takes(three: list[Ended]) -> None:
+    assert values(three, "large") == [9 << 20] * 3
+
+
+def test_an_error_of_rank_0_is_raised_on_every_rank(three: list[Ended]) -> None:
+    assert errors(three, "error") == [("SourceNotFoundError", "no table t\n  near: u")] * 3
+    assert [told["notes"] for told in all_told(three, "error")] == [[], *[["Raised on rank 0."]] * 2]
+
+
+def test_an_error_that_cannot_be_read_back_is_told_in_words(three: list[Ended]) -> None:
+    assert errors(three, "odd error") == [
+        ("OddError", "7: odd"),
+        *[("EngineError", "rank 0 raised OddError: 7: odd")] * 2,
+    ]
+
+
+def test_a_value_that_cannot_be_pickled_fails_on_every_rank(three: list[Ended]) -> None:
+    # the class differs between versions of Python
+    assert all("pickle" in text for _, text in errors(three, "odd value"))
+
+
+def test_what_ends_rank_0_is_an_error_on_the_others(three: list[Ended]) -> None:
+    assert errors(three, "exit") == [("SystemExit", "3"), *[("EngineError", "rank 0 raised SystemExit: 3")] * 2]
+
+
+def test_a_rank_with_other_arguments_is_named(three: list[Ended]) -> None:
+    text = f"rank 2 and rank 0 called f(), but differ in b.{TOGETHER}"
+    assert errors(three, "other arguments") == [("RankError", text)] * 3
+
+
+def test_a_rank_that_makes_another_call_is_named(three: list[Ended]) -> None:
+    assert errors(three, "other call") == [("RankError", f"rank 1 called g(), rank 0 f().{TOGETHER}")] * 3
+
+
+def test_the_first_rank_that_fails_in_its_own_part_is_heard_by_all(three: list[Ended]) -> None:
+    assert errors(three, "own part") == [("OSError", "no room on 1")] * 3
+    assert all(told["notes"] == ["Raised on rank 1."] for told in all_told(three, "own part"))
+
+
+def test_each_rank_gets_what_its_own_part_made(three: list[Ended]) -> None:
+    assert values(three, "all parts") == [0, 10, 20]
+
+
+def test_a_rank_that_never_calls_is_named_also_to_itself_when_it_comes(three: list[Ended]) -> None:
+    assert errors(three, "rank 2 late") == [("RankError", f"rank 2 did not call f() within 1 s.{TOGETHER}")] * 3
+
+
+def test_nobody_waits_for_a_rank_0_that_never_calls(three: list[Ended]) -> None:
+    assert errors(three, "rank 0 late") == [("RankError", f"rank 0 did not call f() within 1 s.{TOGETHER}")] * 3
+
+
+def test_ranks_are_in_step_after_errors(three: list[Ended]) -> None:
+    assert values(three, "in step") == ["again"] * 3
+
+
+def test_the_store_does_not_grow(three: list[Ended]) -> None:
+    (before, after), *_ = values(three, "200 calls")
+    assert before == after
+
+
+@pytest.mark.parametrize("name", ["over gloo", "beside another backend"])
+def test_rows_come_in_the_same_record_batches(three: list[Ended], name: str) -> None:
+    expected = [[digest(table), [batch.num_rows for batch in table.to_batches()]] for table in tables()]
+    assert values(three, name) == [expected] * 3
+
+
+def test_another_backend_gets_one_group_for_all_rows(three: list[Ended]) -> None:
+    assert values(three, "groups") == [2] * 3
+
+
+def test_an_export_that_shows_late_is_waited_for(three: list[Ended]) -> None:
+    paths = {value.pop(0) for value in values(three, "late")}
+    assert len(paths) == 1
+    assert values(three, "late") == [[307, 298, 299, 300, 301]] * 3
+
+
+def test_an_export_that_a_rank_does_not_see_fails_on_every_rank(three: list[Ended]) -> None:
+    found = errors(three, "elsewhere")
+    assert found == [found[0]] * 3
+    kind, text = found[0]
+    assert kind == "VolumeError"
+    assert re.fullmatch(
+        r"rank 1 does not see what rank 0 exported: /proc/self/cwd/\S+ shows no marker within 0\.5 s\.\n"
+        r"  Every rank needs the same volume at the same path\.",
+        text,
+    )
+
+
+def test_a_rank_0_that_works_for_long_is_waited_for(three: list[Ended]) -> None:
+    assert values(three, "long") == [None] * 3
+
+
+def test_a_killed_rank_0_is_missed_by_its_heartbeat(three: list[Ended]) -> None:
+    assert three[0].status == -9
+    text = "rank 0 was lost during f(): it gave no sign of life for 1.5 s.\n  The log of that rank says why."
+    assert errors(three[1:], "lost") == [("RankError", text)] * 2
+    assert all(told["seconds"] < 10 for told in all_told(three[1:], "lost"))
+
+
+def test_a_killed_rank_0_is_missed_with_its_store(three: list[Ended]) -> None:
+    assert [each.status for each in three[1:]] == [-9, 0]
+    text = "rank 0 was lost during f(), with the process group's store.\n  The log of that rank says why."
+    assert errors(three[2:], "lost with the store") == [("RankError", text)]
+    assert all(told["seconds"] < 10 for told in all_told(three[2:], "lost with the store"))
