@@ -9,6 +9,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from tests.engines.export_chaos import export_round, publish_at_every_step, served_table
 from tests.volumes.cache_chaos import cache_round
 from tests.volumes.commit_chaos import commit_round, contended_round, kill_at_every_step
 from tests.volumes.mount import mounted_volume
@@ -43,10 +44,22 @@ def main() -> None:
         for number in range(contended):
             contended_round(place / "contended", seed + number)
         print(f"commit: {contended} slow writers beside a collector, none collected", flush=True)
+        steps = publish_at_every_step(place / "published", every=5 if asked.on_volume else 1)
+        print(f"exports: killed at each of {steps} steps{', but for four in five' * asked.on_volume}", flush=True)
+        with served_table(folder / "served") as (remote, table):
+            exported = sum(
+                export_round(remote, table, place / "exports", seed + number) for number in range(asked.rounds // 10)
+            )
+        exporters = 2 * (asked.rounds // 10)
+        print(
+            f"exports: {exporters} random kills after {exported} exports, 0 half visible, 0 lost, no garbage",
+            flush=True,
+        )
         (place / "files").mkdir()
-        for number in range(asked.rounds - kills):
+        fetchers = asked.rounds - kills - exporters
+        for number in range(fetchers):
             cache_round(folder / "cache", place / "files", seed + number)
-        print(f"cache: {asked.rounds - kills} random kills, 0 files served in part, no garbage")
+        print(f"cache: {fetchers} random kills, 0 files served in part, no garbage")
         print(f"{time.monotonic() - began:.0f} s")
 
 

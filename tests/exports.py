@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from bridge.manifest import Manifest, describe_shard, encode_schema
+from bridge.manifest import Manifest, Shard, describe_shard, encode_schema
 from bridge.volumes.commit import begin
 from bridge.volumes.stores import LocalStorage
 
@@ -25,20 +25,26 @@ def make_export(
         for name, table in zip(names, shards, strict=True):
             pq.write_table(table, folder / name, row_group_size=row_group_rows, compression="zstd")
         described = tuple(describe_shard(folder / name, shards[0].schema) for name in names)
-        manifest = Manifest(
-            **{
-                "table": "main.ml.t",
-                "version": 3,
-                "identity": label,
-                "query": {"columns": shards[0].column_names, "where": None, "limit": None, "user": "someone"},
-                "schema_ipc": encode_schema(shards[0].schema),
-                "num_rows": sum(shard.num_rows for shard in described),
-                "num_bytes": sum(shard.num_bytes for shard in described),
-                "memory_bytes": sum(table.nbytes for table in shards),
-                "shards": described,
-                "receipt": {"table": "main.ml.t", "version": 3, "spark_types": {}},
-                **facts,
-            }
-        )
+        memory_bytes = sum(table.nbytes for table in shards)
+        manifest = make_manifest(described, shards[0].schema, identity=label, memory_bytes=memory_bytes, **facts)
         attempt.commit(manifest.to_json(), {shard.name: shard.num_bytes for shard in described})
     return folder, manifest
+
+
+def make_manifest(shards: Sequence[Shard], schema: pa.Schema, **facts: Any) -> Manifest:
+    """Return the manifest of shards, with facts in place of those of a table that there is none of."""
+    return Manifest(
+        **{
+            "table": "main.ml.t",
+            "version": 3,
+            "identity": None,
+            "query": {"columns": schema.names, "where": None, "limit": None, "user": "someone"},
+            "schema_ipc": encode_schema(schema),
+            "num_rows": sum(shard.num_rows for shard in shards),
+            "num_bytes": sum(shard.num_bytes for shard in shards),
+            "memory_bytes": 0,
+            "shards": tuple(shards),
+            "receipt": {"table": "main.ml.t", "version": 3, "spark_types": {}},
+            **facts,
+        }
+    )

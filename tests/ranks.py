@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -41,22 +42,24 @@ def run_ranks(
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     common |= {"LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", **(environment or {})}
     with contextlib.ExitStack() as stack:
+        # files, since a rank whose pipe is full waits, and the others for it
+        outputs = [[stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2)] for _ in range(world_size)]
         processes = []
-        for rank in range(world_size):
+        for rank, (stdout, stderr) in enumerate(outputs):
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.ranks", name, *map(os.fspath, arguments)],
-                cwd=REPOSITORY, env=os.environ | common | {"RANK": str(rank)}, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                cwd=REPOSITORY, env=os.environ | common | {"RANK": str(rank)}, stdout=stdout, stderr=stderr,
             )  # fmt: skip
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)
         deadline = time.monotonic() + within_s
         ended = []
-        for process in processes:
-            stdout, stderr = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            told = dict(json.loads(line) for line in stdout.splitlines())
-            ended.append(Ended(process.returncode, told, stderr))
+        for process, (stdout, stderr) in zip(processes, outputs, strict=True):
+            status = process.wait(max(0.1, deadline - time.monotonic()))
+            stdout.seek(0)
+            stderr.seek(0)
+            ended.append(Ended(status, dict(map(json.loads, stdout)), stderr.read()))
         return ended
 
 

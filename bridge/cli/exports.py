@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 import bridge
-from bridge.cli.options import ProfileOption, choose_profile
+from bridge.cli.options import ProfileOption, choose_profile, seconds
 from bridge.cli.screen import print_table
 from bridge.display import format_bytes, format_count, format_seconds, plain_table
 
@@ -18,8 +17,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, help="Exports on a volume: what is there, and what may go.")
 
-_AGE = re.compile(r"(?P<number>\d+)(?P<unit>[smhdw])")
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 RootArgument = Annotated[
     str | None,
@@ -27,13 +24,6 @@ RootArgument = Annotated[
 ]
 PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="The folder of one export, as ls shows it.")]
 TableOption = Annotated[str | None, typer.Option("--table", metavar="T", help="Only exports of this table.")]
-
-
-def _seconds(text: str) -> float:
-    match = _AGE.fullmatch(text.strip())
-    if match is None:
-        raise typer.BadParameter(f"{text} is no age; give a number and one of s, m, h, d, w, such as 30d.")
-    return float(int(match["number"]) * _SECONDS[match["unit"]])
 
 
 @app.command("ls")
@@ -119,7 +109,7 @@ def gc(
     An export goes where every rule that is given lets it go. The newest of each table and query stays, and so does what
     is in use. Exit status 1 where something could not be deleted.
     """
-    max_age_s = None if max_age is None else _seconds(max_age)
+    max_age_s = None if max_age is None else seconds(max_age)
     report = bridge.prune_exports(
         _root(root, profile), table=table, keep_versions=keep_versions, max_age_s=max_age_s, dry_run=dry_run
     )
@@ -193,7 +183,7 @@ def _size(info: ExportInfo) -> str:
 def _age(info: ExportInfo) -> str:
     if not info.age_s:
         return ""
-    days = info.age_s / _SECONDS["d"]
+    days = info.age_s / 86400
     return f"{days:.0f} days" if days >= 2 else format_seconds(max(info.age_s, 0.0))
 
 

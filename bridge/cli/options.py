@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
 SourceArgument = Annotated[
     str,
@@ -62,3 +65,11 @@ def choose_profile(profile: str | None) -> None:
     """Put a profile in force for every setting that this process reads, not for the remote alone."""
     if profile:
         os.environ["BRIDGE_PROFILE"] = profile
+
+
+def seconds(text: str) -> float:
+    """Return an age such as "30d" in seconds."""
+    match = re.fullmatch(r"(\d+)\s*([smhdw])", text.strip())
+    if match is None:
+        raise typer.BadParameter(f"{text} is no age; give a number and one of s, m, h, d, w, such as 30d.")
+    return float(int(match[1]) * _UNITS[match[2]])

@@ -12,11 +12,18 @@ import typer
 import bridge
 from bridge.cli.options import (
     ColumnsOption,
+    FreshOption,
     LimitOption,
+    MaxAgeOption,
     MaxBytesOption,
+    NumShardsOption,
+    OrderByOption,
     ProfileOption,
     RemoteOption,
     RouteOption,
+    ShardBytesOption,
+    SharedOption,
+    ShuffleOption,
     SourceArgument,
     TimestampOption,
     ToOption,
@@ -25,6 +32,7 @@ from bridge.cli.options import (
     VolumeOption,
     WhereOption,
     choose_profile,
+    seconds,
 )
 from bridge.cli.screen import print_table, print_types
 from bridge.display import format_bytes, format_count
@@ -99,6 +107,14 @@ def export(
     where: WhereOption = None,
     version: VersionOption = None,
     timestamp: TimestampOption = None,
+    limit: LimitOption = None,
+    shard_bytes: ShardBytesOption = "1GiB",
+    num_shards: NumShardsOption = None,
+    order_by: OrderByOption = None,
+    shuffle_at_write: ShuffleOption = None,
+    fresh: FreshOption = False,
+    max_age: MaxAgeOption = None,
+    shared: SharedOption = False,
     remote: RemoteOption = None,
     profile: ProfileOption = None,
 ) -> None:
@@ -108,14 +124,16 @@ def export(
     """
     spark = _session(remote, profile)
     table = bridge.export_table(
-        source, volume, columns=_names(columns), where=where, version=version, timestamp=timestamp, spark=spark
-    )
+        source, volume, columns=_names(columns), where=where, version=version, timestamp=timestamp, limit=limit,
+        shard_bytes=shard_bytes, num_shards=num_shards, order_by=_names(order_by), shuffle_at_write=shuffle_at_write,
+        reuse=not fresh, max_age_s=None if max_age is None else seconds(max_age), shared=shared, spark=spark,
+    )  # fmt: skip
     name = table.receipt["table"] + ("" if table.version is None else f" version {table.version}")
     shards = f"{len(table.files)} shard{'' if len(table.files) == 1 else 's'}"
-    was = "reused" if table.plan and table.plan.reuses else "new"
-    print(
-        f"{name}: {format_count(table.num_rows)} rows, {shards}, {format_bytes(table.num_bytes)}, {was}\n{table.path}"
-    )
+    print(f"{name}: {format_count(table.num_rows)} rows, {shards}, {format_bytes(table.num_bytes)}")
+    if table.plan:
+        print(table.plan.reuse_reason)
+    print(table.path)
 
 
 def _session(remote: str | None, profile: str | None) -> SparkSession | None:

@@ -196,8 +196,8 @@ def _denial(exc: BaseException) -> str:
         also.append(f"USE SCHEMA ON SCHEMA {_plain(parts[:2])}")
     return (
         f"{told['privileges']} on {kind.lower()} {name} is not granted to you.\n"
-        f"  Ask its owner: GRANT {told['privileges']} ON {kind.upper()} {name} TO `<you>`;"
-        + (f" also needed: {', '.join(also)}." if also else "")
+        f"  Ask its owner: GRANT {told['privileges']} ON {kind.upper()} {name} TO `<you>`"
+        + (f"; also needed: {', '.join(also)}." if also else ".")
     )
 
 

@@ -219,12 +219,15 @@ def verify_export(path: str | os.PathLike[str], *, read: bool = True) -> VerifyR
         raise not_found(folder)
     manifest = Manifest.from_json(marker.body, folder)
     held = hold_attempt(LocalStorage(folder.parent), folder.name)
-    with ThreadPoolExecutor(_NUM_THREADS) as threads:
-        found = threads.map(lambda shard: _damage(folder / shard.name, shard, read=read), manifest.shards)
-        damaged = {shard.name: what for shard, what in zip(manifest.shards, found, strict=True) if what}
-    listed = {folder / shard.name for shard in manifest.shards}
-    unlisted = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.parquet") if file not in listed)
-    del held
+    try:
+        with ThreadPoolExecutor(_NUM_THREADS) as threads:
+            found = threads.map(lambda shard: _damage(folder / shard.name, shard, read=read), manifest.shards)
+            damaged = {shard.name: what for shard, what in zip(manifest.shards, found, strict=True) if what}
+        listed = {folder / shard.name for shard in manifest.shards}
+        unlisted = sorted(str(file.relative_to(folder)) for file in folder.rglob("*.parquet") if file not in listed)
+    finally:
+        if held is not None:
+            held.end()
     return VerifyReport(str(folder), len(manifest.shards), manifest.num_bytes, damaged, tuple(unlisted))
 
 

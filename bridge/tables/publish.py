@@ -36,7 +36,7 @@ from bridge.volumes.stores import LocalStorage
 # How long what Spark wrote may stay unseen.
 SEEN_S = 30.0
 
-_DESCRIBING_THREADS = 8
+_DESCRIBING_THREADS = 16
 
 
 def export_folder(root: Place, name: str) -> Place:
@@ -197,13 +197,15 @@ def _seen(folder: Path, written: Written, schema: pa.Schema, name: str, show: bo
         while True:
             names = list(written.names) if written.names is not None else _listed(folder)
             unknown = [one for one in names if one not in known]
-            with contextlib.suppress(FileNotFoundError):  # it was listed, or is to come
+            # a file that was listed may be seen later, or in part
+            with contextlib.suppress(FileNotFoundError, pa.ArrowInvalid):
                 for shard in threads.map(describe, [folder / one for one in unknown]):
                     known[shard.name] = shard
             found = sum(known[one].num_rows for one in names if one in known)
             if found == written.num_rows and all(one in known for one in names) and (names or found == 0):
                 break
-            if found > written.num_rows or time.monotonic() > deadline:
+            # Too many may become right, when a list of what was committed is seen.
+            if time.monotonic() > deadline or (written.names is not None and found > written.num_rows):
                 raise ExportError(_incomplete(folder, name, len(known), found, written.num_rows))
             time.sleep(0.2)
     for path in folder.glob("*.parquet"):

@@ -97,5 +97,6 @@ def _text(value: Any) -> str:
         return str(sorted((_text(key), _text(of)) for key, of in value.items()))
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return str([_text(one) for one in value])
-    has_text = type(value).__module__ in ("builtins", "datetime") or isinstance(value, Policy) or is_dataclass(value)
+    has_text = value is None or isinstance(value, str | bytes | int | float | Policy)
+    has_text = has_text or is_dataclass(value) or type(value).__module__ == "datetime"
     return repr(value) if has_text else f"a {type(value).__name__}"

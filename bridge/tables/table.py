@@ -13,6 +13,7 @@ from bridge.columns.contract import TypeContract, type_contract
 from bridge.columns.rules import Rules
 from bridge.config import available_memory
 from bridge.display import format_bytes, format_count
+from bridge.distributed import local_world_size
 from bridge.errors import MissingDependencyError, TableTooLargeError
 from bridge.loading.files import local_files
 from bridge.loading.parquet import ExportedRowGroups, RowGroups, stream_row_groups
@@ -305,7 +306,7 @@ class Table:
     def _check_memory(self, call: str) -> None:
         assert self.manifest is not None
         needed = self.manifest.memory_bytes
-        allowed = self._client_max_bytes or available_memory() // 2
+        allowed = self._client_max_bytes or available_memory() // (2 * local_world_size())
         if needed > allowed:
             raise TableTooLargeError(
                 f"{self.receipt['table']} would take about {format_bytes(needed)} in memory; client_max_bytes is "

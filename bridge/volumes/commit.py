@@ -23,6 +23,7 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,7 @@ _LABEL = re.compile(r"[a-z0-9]{1,32}")
 _NAME = re.compile(rf"(?P<generation>\d{{13,}})-(?P<label>{_LABEL.pattern})-(?P<id>[0-9a-f]{{12}})")
 _MARKERS = tuple(f"_bridge.{number}.json" for number in range(4))
 _WITHDRAWN_S = 30.0
+_LAST_FILES_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -101,13 +103,16 @@ class Marker:
         Raises:
             OSError: A file cannot be looked at.
         """
-        for name, size in self.sizes.items():
+
+        def is_there(name: str) -> bool:
             try:
-                if storage.status(_within(folder, name)).num_bytes != size:
-                    return name
+                return storage.status(_within(folder, name)).num_bytes == self.sizes[name]
             except FileNotFoundError:
-                return name
-        return None
+                return False
+
+        with ThreadPoolExecutor(min(32, len(self.sizes) + 1)) as threads:
+            found = threads.map(is_there, self.sizes)
+            return next((name for name, there in zip(self.sizes, found, strict=True) if not there), None)
 
 
 def is_abandoned(attempt: Attempt, *, is_leased: bool, now_ns: int, grace_s: float) -> bool:
@@ -182,9 +187,18 @@ class OpenAttempt:
             while self._markers and time.monotonic() < deadline:
                 self._markers = [name for name in self._markers if not self.storage.delete(name)]
                 time.sleep(0.05 if self._markers else 0)
-            # A marker that is not seen yet may show at any time, and must find all its files then.
-            if not self._markers:
+        # A marker that is not seen yet may show at any time, and must find all its files then.
+        deadline = time.monotonic() + _LAST_FILES_S
+        while not self._markers:
+            try:
                 delete_attempt(self.storage, self.attempt)
+            except VolumeError:
+                # a server that was told to stop may write its last file after we listed them
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.2)
+            else:
+                return
 
 
 @contextlib.contextmanager

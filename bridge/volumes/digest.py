@@ -9,7 +9,7 @@ import xxhash
 
 from bridge.errors import CorruptFileError
 
-_BLOCK = 8 << 20
+_BLOCK = 2 << 20
 
 
 def digest_bytes(data: bytes | memoryview) -> str:

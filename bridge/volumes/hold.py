@@ -31,7 +31,13 @@ class Hold:
     def __init__(self, storage: Storage, attempt_id: str, lease: Lease) -> None:
         self._storage = storage
         self._attempt_id = attempt_id
-        self.end = weakref.finalize(self, _let_go, lease)
+        self._lease = lease
+        self._finalizer = weakref.finalize(self, _let_go, lease)
+
+    def end(self) -> None:
+        """End it now, and return when nobody sees it any more."""
+        self._finalizer.detach()
+        self._lease.end()
 
     def __reduce__(self) -> tuple[object, ...]:
         return _take, (self._storage, self._attempt_id)

@@ -56,7 +56,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
         rows = spark.sql("SELECT nullif(id, 5) AS n, concat('word ', id % 10) AS word FROM range(0, 1000, 1, 2)")
         rows.write.format("delta").saveAsTable("t")
         spark.stop()
-        ranks = run_ranks("loads", 8, "t", folder / "exports", environment={"BRIDGE_REMOTE": server.remote})
+        ranks = run_ranks(
+            "loads", 8, "t", folder / "exports", environment={"BRIDGE_REMOTE": server.remote}, within_s=240.0
+        )  # fmt: skip
     finally:
         server.stop()
     events = [json.loads(line) for line in next(log.glob("local-*")).read_text().splitlines()]

@@ -3,11 +3,16 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
+import bridge
 from bridge.spark.engines.process import free_port
+from bridge.tables import ranks
 from tests.ranks import Ended, digest, run_ranks, tables
 
 TOGETHER = "\n  All ranks must make the same calls, in the same order and with the same arguments."
@@ -158,3 +163,31 @@ def test_a_killed_rank_0_is_missed_with_its_store(three: list[Ended]) -> None:
     text = "rank 0 was lost during f(), with the process group's store.\n  The log of that rank says why."
     assert errors(three[2:], "lost with the store") == [("RankError", text)]
     assert all(told["seconds"] < 10 for told in all_told(three[2:], "lost with the store"))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"a": bridge.fill(0), str: [bridge.dictionary()]}, {str: (bridge.dictionary(),), "a": bridge.fill(0)}),
+        (Path("/a/b"), "/a/b"),
+        (pa.table({}), pa.table({"n": [1]})),
+        ((name for name in "ab"), (name for name in "ab")),
+    ],
+)
+def test_arguments_of_two_processes_are_alike(one: Any, other: Any) -> None:
+    assert ranks._text(one) == ranks._text(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (["a", "b"], ["b", "a"]),
+        (None, "None"),
+        (1, True),
+        ({"a": bridge.fill(0)}, {"a": bridge.fill(1)}),
+        ({str: bridge.mask()}, {bytes: bridge.mask()}),
+        (datetime(2024, 1, 1, tzinfo=UTC), datetime(2024, 1, 2, tzinfo=UTC)),
+    ],
+)
+def test_arguments_of_two_processes_differ(one: Any, other: Any) -> None:
+    assert ranks._text(one) != ranks._text(other)

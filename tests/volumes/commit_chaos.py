@@ -40,13 +40,13 @@ def commit_round(folder: Path, seed: int, *, writers: int = 2, longest_s: float 
     """
     rng = random.Random(seed)
     children = [
-        _forked(lambda report, n=n: _write_on(LocalStorage(folder), seed * 10 + n, report)) for n in range(writers)
+        forked(lambda report, n=n: _write_on(LocalStorage(folder), seed * 10 + n, report)) for n in range(writers)
     ]
     events: list[str] = []
     for pid, reader in children:
         time.sleep(rng.uniform(0, longest_s))
         os.kill(pid, signal.SIGKILL)
-        events += _ended(pid, reader, expected=-signal.SIGKILL)
+        events += ended(pid, reader, expected=-signal.SIGKILL)
     _check(LocalStorage(folder), events)
     return sum(event.startswith("committed") for event in events)
 
@@ -59,16 +59,16 @@ def contended_round(folder: Path, seed: int) -> None:
     """
     rng = random.Random(seed)
     storage = LocalStorage(folder)
-    living = _forked(partial(_write_slowly, storage, seed))
-    dying = _forked(partial(_write_slowly, storage, seed + 1))
-    collector = _forked(partial(_collect_on, storage))
+    living = forked(partial(_write_slowly, storage, seed))
+    dying = forked(partial(_write_slowly, storage, seed + 1))
+    collector = forked(partial(_collect_on, storage))
     try:
         time.sleep(rng.uniform(0, 1.5))
         os.kill(dying[0], signal.SIGKILL)
-        events = _ended(*dying, expected=-signal.SIGKILL) + _ended(*living, expected=0)
+        events = ended(*dying, expected=-signal.SIGKILL) + ended(*living, expected=0)
     finally:
         os.kill(collector[0], signal.SIGKILL)
-        _ended(*collector, expected=-signal.SIGKILL)
+        ended(*collector, expected=-signal.SIGKILL)
     assert any(event.startswith("committed") for event in events)
     _check(storage, events)
 
@@ -80,9 +80,9 @@ def kill_at_every_step(folder: Path) -> int:
         AssertionError: As of `commit_round`.
     """
     storage = LocalStorage(folder)
-    events = _ended(*_forked(partial(_write_one, storage, 0)), expected=0)
+    events = ended(*forked(partial(_write_one, storage, 0)), expected=0)
     for step in itertools.count():
-        more, status = _events_and_status(*_forked(partial(_write_one, Killing(storage, step), step)))
+        more, status = events_and_status(*forked(partial(_write_one, Killing(storage, step), step)))
         events += more
         _check(storage, events)
         if status == 0:
@@ -104,19 +104,31 @@ class Killing:
             return method
 
         def effect(*args: Any) -> None:
-            self._step()
+            self.step()
             if name == "write" and self._left == 0:
                 args = (args[0], _half_then_die(args[1]))
-            self._step()
+            self.step()
             method(*args)
-            self._step()
+            self.step()
 
         return effect
 
     def __str__(self) -> str:
         return str(self._storage)
 
-    def _step(self) -> None:
+    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what calls `call`, as one more effect to be killed before or after."""
+
+        def effect(*args: Any, **options: Any) -> Any:
+            self.step()
+            result = call(*args, **options)
+            self.step()
+            return result
+
+        return effect
+
+    def step(self) -> None:
+        """Go on, or die here."""
         if self._left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         self._left -= 1
@@ -191,7 +203,8 @@ def _check(storage: Storage, events: list[str]) -> None:
     assert not (others := {entry.name for entry in storage.list()} - kept - {"_leases"}), f"others: {others}"
 
 
-def _forked(work: Callable[[Report], None]) -> tuple[int, int]:
+def forked(work: Callable[[Report], None]) -> tuple[int, int]:
+    """Start a process that does `work` and ends; return its id, and a pipe from which what it reports can be read."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid:
@@ -207,13 +220,15 @@ def _forked(work: Callable[[Report], None]) -> tuple[int, int]:
     os._exit(0)
 
 
-def _events_and_status(pid: int, reader: int) -> tuple[list[str], int]:
+def events_and_status(pid: int, reader: int) -> tuple[list[str], int]:
+    """Wait for the end of a forked process; return what it reported, and its exit status."""
     with open(reader, encoding="utf-8") as lines:
         events = lines.read().splitlines()
     return events, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _ended(pid: int, reader: int, *, expected: int) -> list[str]:
-    events, status = _events_and_status(pid, reader)
+def ended(pid: int, reader: int, *, expected: int) -> list[str]:
+    """Wait for the end of a forked process, which must be as expected; return what it reported."""
+    events, status = events_and_status(pid, reader)
     assert status == expected, f"the writer ended with {status}"
     return events

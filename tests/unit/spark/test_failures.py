@@ -7,7 +7,7 @@ import sys
 import pytest
 from pyspark.errors import AnalysisException, PySparkException
 
-from bridge.errors import BridgeError, EngineError
+from bridge.errors import BridgeError, EngineError, EngineUnavailableError, SessionLostError
 from bridge.spark.failures import Failure, classify, quiet, reason, translated
 
 # What Apache Spark with Delta, and Sail, said to each request; tests/engines asks them again.
@@ -25,6 +25,11 @@ APACHE = [
     ("FGAC_TIME_TRAVEL_NOT_SUPPORTED", Failure.NO_TIME_TRAVEL),
     ("PARSE_SYNTAX_ERROR", Failure.SYNTAX),
     ("PARSE_EMPTY_STATEMENT", Failure.SYNTAX),
+    ("INVALID_HANDLE.SESSION_CLOSED", Failure.SESSION_LOST),
+    ("INVALID_HANDLE.SESSION_NOT_FOUND", Failure.SESSION_LOST),
+    ("INVALID_HANDLE.SESSION_CHANGED", Failure.SESSION_LOST),
+    ("NO_ACTIVE_SESSION", Failure.SESSION_LOST),
+    ("INVALID_HANDLE.OPERATION_NOT_FOUND", Failure.OTHER),
     ("USER_RAISED_EXCEPTION", Failure.OTHER),
 ]
 SAIL = [
@@ -40,6 +45,9 @@ SAIL = [
     ("SQL time travel is not supported for temporary views", Failure.NO_TIME_TRAVEL),
     ("invalid argument: found > at 6:7 expected '+', '-', '~', 'NOT', '!'", Failure.SYNTAX),
     ("invalid argument: found end of input expected any, or expression", Failure.SYNTAX),
+    ("invalid argument: session c7ca47b4-a2f8-4d48-8a0c-2c05609bca37 is not running", Failure.SESSION_LOST),
+    # also of an operation that was interrupted
+    ("invalid argument: operation not found: 392e8de0-19cb-4ae8-8980-6830ef2afc1a", Failure.OTHER),
     ("boom", Failure.OTHER),
 ]
 GRPC = """<_MultiThreadedRendezvous of RPC that terminated with:
@@ -83,6 +91,9 @@ def test_sail_is_understood_by_its_texts(text: str, failure: Failure) -> None:
         ),
         ("status = StatusCode.RESOURCE_EXHAUSTED", Failure.TOO_LARGE),
         (GRPC, Failure.UNAVAILABLE),
+        # pyspark's, of a server that answers for another session
+        ("Received incorrect server side session identifier for request. Please create a", Failure.SESSION_LOST),
+        ("[RESPONSE_ALREADY_RECEIVED] INVALID_HANDLE.SESSION_NOT_FOUND from the server", Failure.SESSION_LOST),
         ("", Failure.OTHER),
     ],
 )
@@ -100,6 +111,9 @@ def test_the_reason_is_one_line_for_a_person() -> None:
     assert reason(RuntimeError(GRPC)) == (
         "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:1: Connection refused"
     )
+    assert reason(RuntimeError("Insufficient privileges:\nUser does not\nmore")) == (
+        "Insufficient privileges: User does not"
+    )
     assert reason(KeyError()) == "KeyError"
     assert reason(RuntimeError("x" * 301)) == "x" * 297 + "..."
     assert reason(RuntimeError("x" * 300)) == "x" * 300
@@ -112,6 +126,22 @@ def test_what_spark_raises_becomes_an_error_about_the_subject() -> None:
         raise cause
 
     assert caught.value.__cause__ is cause
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (
+            "invalid argument: session 7 is not running",
+            SessionLostError,
+            r"^t: the Spark session has ended: invalid argument: session 7 is not running\n  Open another, spark = br",
+        ),
+        (GRPC, EngineUnavailableError, r"^t: the server went away: failed to connect to all addresses; .*\n  Connect ag"),
+    ],
+)
+def test_what_a_caller_would_act_on_has_its_own_error(text: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message), translated("t"):
+        raise AnalysisException(message=text)
 
 
 @pytest.mark.parametrize("exc", [BridgeError("ours"), ValueError("another's")])

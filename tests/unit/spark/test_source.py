@@ -40,6 +40,11 @@ def test_what_a_failed_read_of_a_version_means(condition: str, error: type[Excep
         raise Said(condition)
 
 
+def test_the_newest_version_is_named_as_such() -> None:
+    with pytest.raises(SourceNotFoundError, match=r"^t has no its newest"), _time_travel("t", None, None):
+        raise Said("DELTA_VERSION_NOT_FOUND")
+
+
 def test_a_timestamp_is_named_as_it_was_given() -> None:
     with (
         pytest.raises(SourceNotFoundError, match=r"has no timestamp '1999-01-01': "),

@@ -18,7 +18,6 @@ from bridge.volumes.hold import hold_attempt
 from bridge.volumes.lease import count_holders, storage_time_ns
 from bridge.volumes.stores import LocalStorage
 from tests.exports import make_export
-from tests.processes import eventually
 
 TABLE = pa.table({"n": range(1000), "text": [f"row {index}" for index in range(1000)]})
 RECEIPT = {"table": "main.ml.t", "version": 3, "spark_types": {}, "user": "someone"}
@@ -322,7 +321,7 @@ def test_an_export_is_held_while_it_is_verified(tmp_path: Path, monkeypatch: pyt
 
     assert bridge.verify_export(folder).is_whole
     assert seen == [1]
-    eventually(lambda: os.listdir(tmp_path / "_leases") == [])
+    assert os.listdir(tmp_path / "_leases") == []
 
 
 def test_a_copy_is_verified_and_what_is_no_export_is_told(tmp_path: Path) -> None:

@@ -379,12 +379,8 @@ def test_a_reader_that_comes_after_all_is_told(
 
 READER = """
 import sys
-from pathlib import Path
 import bridge
-from bridge.volumes.hold import hold_attempt
-from bridge.volumes.stores import LocalStorage
 table = bridge.open_export(sys.argv[1], version=1)
-held = hold_attempt(LocalStorage(Path(table.path).parent), Path(table.path).name)
 batches = table.to_batches()
 print(next(batches).num_rows, flush=True)
 input()
@@ -418,7 +414,7 @@ def test_a_reader_at_work_finishes_while_newer_versions_come_and_old_ones_go(tmp
         report = bridge.prune_exports(tmp_path, keep_versions=1)
 
         assert [info.version for info in report.deleted] == [2]
-        assert outcome(report)[1][old.name] == "in use by 1 holder"
+        assert outcome(report)[1][old.name].startswith("in use by ")
         assert bridge.open_export(tmp_path).path == str(newest)
         assert line(reader, "\n") == "20\n"
         reader.communicate("\n")

@@ -76,6 +76,17 @@ def test_a_hold_lasts_as_long_as_it_is_referenced(storage: LocalStorage) -> None
     eventually(lambda: beats(storage) == [])
 
 
+def test_a_hold_that_is_ended_is_gone_at_once(storage: LocalStorage) -> None:
+    attempt = completed(storage)
+    held = hold_attempt(storage, attempt.name)
+    assert held is not None
+
+    held.end()
+
+    assert beats(storage) == []
+    held.end()
+
+
 def test_a_hold_in_a_cycle_ends_wherever_it_is_collected(storage: LocalStorage) -> None:
     attempt = completed(storage)
     cycle: dict[str, Any] = {"held": hold_attempt(storage, attempt.name)}
@@ -131,7 +142,7 @@ def test_what_was_deleted_since_it_was_found_is_not_opened(storage: LocalStorage
         VolumeError, match=rf"{attempt.name} was deleted while it was opened\.\n  Open what is there now"
     ):
         hold_attempt(storage, attempt.name)
-    eventually(lambda: beats(storage) == [])
+    assert beats(storage) == []
 
 
 def test_a_marker_that_cannot_be_looked_at_counts_as_there(storage: LocalStorage) -> None:
