@@ -1,4 +1,4 @@
-"""Export: 20M rows to shards beside Spark's own write.parquet, or Sail's toArrow; peak memory; reuse of 1,000 shards."""
+"""Export: 20M rows to shards beside Spark's write.parquet, or Sail's toArrow; peak memory; reuse of 1,000 shards."""
 
 from __future__ import annotations
 

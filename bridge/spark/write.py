@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from bridge.columns.contract import conform
 from bridge.progress import progress_bar, task_bar
 from bridge.spark.failures import translated
 from bridge.spark.names import quote
@@ -190,6 +191,7 @@ def _file_bytes(source: Source, shape: Shape, size: Size) -> float:
     rows = run_within(source.unfiltered.limit(most), COUNT_TIMEOUT_S)
     if rows is None or rows.num_rows == 0:
         return max(1.0, width / 2)
+    rows = conform(rows, source.schema, source.name)
     if shape.order_by:
         rows = rows.sort_by([(name, "ascending") for name in shape.order_by])
     elif shape.shuffle_at_write is not None:
@@ -310,13 +312,17 @@ def _repeated(rows: pa.Table) -> list[str] | bool:
     names = [
         name
         for name, column in zip(some.column_names, some.columns, strict=True)
-        if pa.types.is_nested(column.type) or 2 * pc.count_distinct(column).as_py() <= some.num_rows
+        if _is_uncounted(column.type) or 2 * pc.count_distinct(column).as_py() <= some.num_rows
     ]
     sink = io.BytesIO()
     pq.write_table(rows.schema.empty_table(), sink)
     leaves = pq.read_metadata(sink).schema
     paths = [leaves.column(index).path for index in range(len(leaves))]
     return [path for path in paths if any(path == name or path.startswith(f"{name}.") for name in names)] or False
+
+
+def _is_uncounted(arrow: pa.DataType) -> bool:
+    return bool(pa.types.is_nested(arrow) or pa.types.is_null(arrow))
 
 
 class _Shards:
@@ -331,6 +337,7 @@ class _Shards:
         # a shard holds a row at least
         self._count = min(shape.num_shards or 1, max(num_rows or 0, 1))
         self._writer: pq.ParquetWriter | None = None
+        self._file: pa.OSFile
         self._pending: list[pa.Table] = []
         self._pending_bytes = self._taken = 0
         # bytes in a file for one of Arrow, by what was written so far
@@ -359,8 +366,9 @@ class _Shards:
         """Close the file that is open."""
         if self._writer is not None:
             writer, self._writer = self._writer, None
-            writer.close()
-            flush_file(self._folder / self.names[-1])
+            with self._file as file:
+                writer.close()
+                flush_file(file.fileno(), self._folder / self.names[-1])
 
     def _room(self) -> int | None:
         """Return how many rows the shard still takes, None where its bytes decide, or it is the last."""
@@ -377,7 +385,8 @@ class _Shards:
         return max(1.0, min(self._shape.row_group_bytes, left / self._ratio))
 
     def _size(self) -> int:
-        return (self._folder / self.names[-1]).stat().st_size if self._writer is not None else 0
+        # not by its name: a volume may not show a file that is being written
+        return int(self._file.tell()) if self._writer is not None else 0
 
     def _write_row_group(self) -> None:
         rows = pa.concat_tables([self._schema.empty_table(), *self._pending])
@@ -385,8 +394,9 @@ class _Shards:
             self._dictionaries = _repeated(rows)
         if self._writer is None:
             self.names.append(f"part-{len(self.names):05d}.parquet")
+            self._file = pa.OSFile(str(self._folder / self.names[-1]), "w")
             self._writer = pq.ParquetWriter(
-                self._folder / self.names[-1], self._schema, compression=COMPRESSION, use_dictionary=self._dictionaries
+                self._file, self._schema, compression=COMPRESSION, use_dictionary=self._dictionaries
             )
         if not self._pending:
             return

@@ -24,7 +24,7 @@ from bridge.spark.connect import Connection
 from bridge.spark.shape import Shape
 from bridge.spark.size import Size
 from bridge.spark.source import Source
-from bridge.spark.write import Written, listed_shards, write_shards
+from bridge.spark.write import Written, listed_shards, write_shards, write_stream
 from bridge.tables.identity import Identity
 from bridge.tables.receipt import make_receipt
 from bridge.volumes.commit import begin, collect_garbage, complete_attempts
@@ -183,24 +183,25 @@ def _seen(folder: Path, written: Written, schema: pa.Schema, name: str, show: bo
         ExportError: They hold other rows than were written, or none is seen.
     """
     known: dict[str, Shard] = {}
-    deadline = time.monotonic() + SEEN_S
-    bar = progress_bar(
-        f"check {name}", total=None if written.names is None else len(written.names), unit=" shards", enabled=show
-    )
+    total = None if written.names is None else len(written.names)
+    bar = progress_bar(f"check {name}", total=total, unit=" shards", enabled=show)
 
-    def describe(path: Path) -> Shard:
-        shard = with_retries(lambda: describe_shard(path, schema, written.as_micros))
+    def describe(path: Path) -> Shard | None:
+        try:
+            shard = with_retries(lambda: describe_shard(path, schema, written.as_micros))
+        except (FileNotFoundError, pa.ArrowInvalid):  # it was listed, and may be seen later, or in part
+            return None
         bar.update()
         return shard
 
+    deadline = time.monotonic() + SEEN_S
     with bar, ThreadPoolExecutor(_DESCRIBING_THREADS, "bridge-digest") as threads:
         while True:
             names = list(written.names) if written.names is not None else _listed(folder)
-            unknown = [one for one in names if one not in known]
-            # a file that was listed may be seen later, or in part
-            with contextlib.suppress(FileNotFoundError, pa.ArrowInvalid):
-                for shard in threads.map(describe, [folder / one for one in unknown]):
-                    known[shard.name] = shard
+            unknown = [folder / one for one in names if one not in known]
+            if seen := {shard.name: shard for shard in threads.map(describe, unknown) if shard is not None}:
+                known |= seen
+                deadline = time.monotonic() + SEEN_S
             found = sum(known[one].num_rows for one in names if one in known)
             if found == written.num_rows and all(one in known for one in names) and (names or found == 0):
                 break
@@ -211,11 +212,10 @@ def _seen(folder: Path, written: Written, schema: pa.Schema, name: str, show: bo
     for path in folder.glob("*.parquet"):
         if path.name not in names:
             with_retries(path.unlink)
-    if not names:
-        # readers of "*.parquet" want a file, and some engines write none for no rows
-        pq.write_table(schema.empty_table(), folder / "part-00000.parquet")
-        return (describe_shard(folder / "part-00000.parquet", schema, frozenset()),)
-    return tuple(known[one] for one in names)
+    if names:
+        return tuple(known[one] for one in names)
+    # readers of "*.parquet" want a file, and some engines write none for no rows
+    return _seen(folder, write_stream([], folder, schema, Shape()), schema, name, show)
 
 
 def _listed(folder: Path) -> list[str]:

@@ -29,7 +29,7 @@ from typing import Any
 
 from bridge.errors import VolumeError
 from bridge.volumes.digest import digest_bytes
-from bridge.volumes.lease import GRACE_S, Lease, drop_stale_leases, leased_ids, storage_time_ns
+from bridge.volumes.lease import GRACE_S, Lease, drop_stale_leases, has_leases, leased_ids, storage_time_ns
 from bridge.volumes.storage import Storage, is_transient, wait_for_files
 
 WITHDRAWN = "_withdrawn"  # a file that says so
@@ -366,7 +366,7 @@ def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attem
         VolumeError: The storage cannot be listed or written, or something could not be deleted; all else was.
     """
     found = attempts(storage)
-    if not found:
+    if not found and not has_leases(storage):
         return []
     collected: list[Attempt] = []
     problems: list[VolumeError] = []

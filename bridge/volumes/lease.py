@@ -142,6 +142,18 @@ def leased_ids(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> se
     return set(count_holders(storage, now_ns=now_ns, grace_s=grace_s))
 
 
+def has_leases(storage: Storage) -> bool:
+    """Return whether anything of ours is there, stale or not.
+
+    Raises:
+        OSError: It cannot be listed.
+    """
+    try:
+        return any(True for _ in storage.list(_FOLDER))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
 def drop_stale_leases(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> None:
     """Delete the beats that are older than `grace_s`, and what looks at the clock left."""
     for name, age_s in _ages_s(storage, now_ns).items():

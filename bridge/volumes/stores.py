@@ -257,17 +257,13 @@ def _first_line(exc: Exception) -> str:
     return str(exc).partition("\n")[0].rstrip(". ") or type(exc).__name__
 
 
-def flush_file(path: Path) -> None:
-    """Flush a file that something else wrote, its name and that of its folder, as far as the file system knows how to.
+def flush_file(descriptor: int, path: Path) -> None:
+    """Flush an open file, its name and that of its folder, as far as the file system knows how to.
 
     Raises:
         OSError: What was written could not be kept.
     """
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        _sync(descriptor)
-    finally:
-        os.close(descriptor)
+    _sync(descriptor)
     _sync_folder(path.parent)
     _sync_folder(path.parent.parent)
 

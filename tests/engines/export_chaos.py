@@ -147,7 +147,9 @@ def _export_on(remote: str, table: Path, root: Path, seed: int, report: Report) 
     while True:
         shape: dict[str, Any] = {"num_shards": rng.randint(1, 3), "row_group_bytes": rng.choice(("16KiB", "64MiB"))}
         shape |= rng.choice(({}, {"order_by": "text"}, {"shuffle_at_write": seed}))
-        made = bridge.export_table(table, root, reuse=rng.random() < 0.3, spark=spark, **shape)
+        # the log of a table is not read for a server that may be elsewhere
+        shape |= rng.choice(({"reuse": False}, {"max_age_s": 3600}))
+        made = bridge.export_table(table, root, spark=spark, **shape)
         report(f"exported {Path(made.path or '').name}")
 
 
@@ -195,3 +197,43 @@ def _publish_and_die(root: Path, step: int, report: Report) -> None:
     write.flush_file = killing.around(write.flush_file)
     Path.unlink = killing.around(Path.unlink)  # type: ignore[method-assign]
     publish_one(locate(root / "t"), report)
+
+
+# --- exporters that race
+
+
+def race(remote: str, table: str, root: Path, num_exporters: int) -> None:
+    """Export the same table from several processes at once, then again; check that all end with the same rows.
+
+    Raises:
+        AssertionError: One failed, a complete export holds other rows, or they do not take the same one afterwards.
+    """
+    start = root.with_name(f"{root.name}.start")
+    racers = [forked(partial(_export_once, remote, table, root, start)) for _ in range(num_exporters)]
+    for _, reader in racers:
+        assert os.read(reader, len("ready\n")) == b"ready\n"
+    start.touch()
+    paths = [event for racer in racers for event in ended(*racer, expected=0)]
+    assert len(paths) == num_exporters
+    for path in paths:
+        _check_export(Path(path))
+
+    (newest,) = {bridge.open_export(root).path}
+    late = [forked(partial(_export_once, remote, table, root, start)) for _ in range(2)]
+    assert [event for one in late for event in ended(*one, expected=0)] == ["ready", newest] * 2
+    (folder,) = (path for path in root.iterdir())
+    collect_garbage(LocalStorage(folder), grace_s=0)
+    assert {attempt.name for attempt in attempts(LocalStorage(folder))} == {Path(path).name for path in paths}
+
+
+def _export_once(remote: str, table: str, root: Path, start: Path, report: Report) -> None:
+    spark = bridge.connect(remote)
+    report("ready")
+    eventually(start.exists)
+    report(bridge.export_table(table, root, num_shards=2, max_age_s=3600, spark=spark).path or "")
+
+
+if __name__ == "__main__":
+    import_client()
+    for number in map(int, sys.argv[4:]):
+        race(sys.argv[1], sys.argv[2], Path(sys.argv[3]) / f"by {number}", number)

@@ -137,15 +137,19 @@ def test_a_filter_may_be_a_column(any_engine: Any, mixed: str, route: str, tmp_p
 def test_the_same_export_is_reused(any_engine: Any, mixed: str, tmp_path: Path) -> None:
     first = bridge.export_table(mixed, tmp_path, spark=any_engine.spark)
     again = bridge.export_table(mixed, tmp_path, spark=any_engine.spark)
-    other = bridge.export_table(mixed, tmp_path, where="b < 10", spark=any_engine.spark)
     afresh = bridge.export_table(mixed, tmp_path, reuse=False, spark=any_engine.spark)
 
     assert again.path == first.path
     assert again.plan is not None
     assert again.plan.reuses == first.path
-    assert len({first.path, other.path, afresh.path}) == 3
     assert bridge.open_export(tmp_path).path == afresh.path
     assert bridge.open_export(tmp_path, table=mixed, version=first.version).path == afresh.path
+
+    other = bridge.export_table(mixed, tmp_path, where="b < 10", spark=any_engine.spark)
+
+    assert len({first.path, other.path, afresh.path}) == 3
+    with pytest.raises(bridge.ExportNotFoundError, match="that hold different rows or columns"):
+        bridge.open_export(tmp_path)
 
 
 def test_a_new_version_is_exported_afresh(any_engine: Any, tmp_path: Path) -> None:

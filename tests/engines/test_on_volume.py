@@ -1,18 +1,20 @@
-"""Exports on a volume that refuses rename, link and append, fails for a while, and fills up."""
+"""Exports on a volume that refuses rename, link and append, lags, fails for a while, and fills up."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import bridge
-from bridge.errors import VolumeError
+from bridge.errors import BridgeError, VolumeError
 from tests.engines.conftest import EngineUnderTest
 from tests.volumes.mount import Volume, mounted_volume
 
 pytestmark = pytest.mark.fuse
+ROOT = "/Volumes/main/ml/exports"
 
 
 @pytest.fixture
@@ -23,41 +25,52 @@ def volume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Volume]:
         yield mounted
 
 
-def rows(sail: EngineUnderTest) -> str:
-    return sail.save(sail.spark.range(5000).selectExpr("id", "cast(id AS string) AS text"))
+def rows(engine: EngineUnderTest) -> Any:
+    """Return rows that do not become small, in two partitions."""
+    return engine.spark.range(0, 5000, 1, 2).selectExpr("id", "sha2(cast(id AS string), 256) AS text")
 
 
-def test_an_export_is_written_found_reused_and_read(sail: EngineUnderTest, volume: Volume) -> None:
-    name = rows(sail)
+def check_nothing_is_left(volume: Volume) -> None:
+    assert volume.counts().stored == 0
+    assert [path for path in volume.path.rglob("*") if path.name != "_leases" and "-" in path.name[1:-9]] == []
 
-    table = bridge.export_table(name, "/Volumes/main/ml/exports", spark=sail.spark)
+
+def test_an_export_is_written_found_reused_and_read(engine: EngineUnderTest, volume: Volume) -> None:
+    name = engine.save(rows(engine))
+
+    table = bridge.export_table(name, ROOT, spark=engine.spark)
 
     assert table.path is not None
     assert table.path.startswith(str(volume.path / "main/ml/exports"))
-    assert table.to_arrow().num_rows == 5000
-    assert bridge.open_export("/Volumes/main/ml/exports").to_arrow().equals(table.to_arrow())
-    again = bridge.export_table(name, "/Volumes/main/ml/exports", spark=sail.spark)
+    assert table.to_arrow()["id"].to_pylist() == list(range(5000))
+    assert bridge.open_export(ROOT).to_arrow().equals(table.to_arrow())
+    again = bridge.export_table(name, ROOT, spark=engine.spark)
     assert again.path == table.path
     assert sum(len(batch["id"]) for batch in table.to_loader(batch_size=512)) == 5000
 
 
 def test_a_volume_that_fails_for_a_while_is_waited_for(sail: EngineUnderTest, volume: Volume) -> None:
-    name = rows(sail)
+    name = sail.save(rows(sail))
     volume.fault("eio_open", times=2, match="_bridge.")
     volume.fault("eio_list", times=2)
 
-    table = bridge.export_table(name, "/Volumes/main/ml/exports", spark=sail.spark)
+    table = bridge.export_table(name, ROOT, spark=sail.spark)
 
     volume.clear_faults()
     assert table.to_arrow().num_rows == 5000
 
 
-def test_a_full_volume_fails_without_a_marker_and_has_its_room_back(sail: EngineUnderTest, volume: Volume) -> None:
-    name = rows(sail)
+def test_a_full_volume_fails_without_a_marker_and_has_its_room_back(engine: EngineUnderTest, volume: Volume) -> None:
     volume.set(capacity_bytes=10_000)
 
     with pytest.raises(VolumeError, match=r"could not be written to .*: .*No space left on device"):
-        bridge.export_table(name, "/Volumes/main/ml/exports", spark=sail.spark)
+        bridge.export_table(rows(engine), ROOT, spark=engine.spark)
 
-    assert volume.counts().stored == 0
-    assert not list(volume.path.glob("main/ml/exports/*/*-*"))
+    check_nothing_is_left(volume)
+
+
+def test_a_volume_whose_listings_lag(engine: EngineUnderTest, volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
+    volume.set(listing_lag_ms=1500, lookup_lag_ms=300)
+    table = bridge.export_table(rows(engine), ROOT, spark=engine.spark)
+
+    assert table.to_arrow()["id"].to_pylist() == list(range(5000))

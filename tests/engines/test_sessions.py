@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,11 @@ import pytest
 from pyspark.sql.connect.client import SparkConnectClient
 
 import bridge
-from bridge.errors import EngineError, EngineUnavailableError, SessionLostError, SourceError
+from bridge.errors import EngineError, EngineSilentError, EngineUnavailableError, SessionLostError, SourceError
 from bridge.spark.channel import open_session
 from bridge.spark.engines import apache as apache_engine
 from bridge.spark.engines.process import free_port, serve
+from bridge.spark.operation import run_watched
 from tests.processes import eventually
 
 ROWS = 400_000
@@ -36,22 +39,32 @@ class Server:
         self.needs_java = needs_java
         self._start = start
         self._running: Any = None
+        self._forgets = True
 
     @property
     def remote(self) -> str:
         return self._running.remote
 
-    def start(self, *, session_timeout_s: float = 3600) -> None:
+    def start(self, *, session_timeout_s: float | None = None) -> None:
         """Start it anew; sessions that ask nothing for so long are forgotten."""
         self.stop()
-        self._running = self._start(session_timeout_s)
+        self._forgets = session_timeout_s is not None
+        self._running = self._start(session_timeout_s or 3600)
+
+    def ensure(self) -> None:
+        """See that it runs and forgets no session."""
+        if self._forgets:
+            self.start()
 
     def kill(self) -> None:
         """Kill the server's own process, so that it has no time for farewells, and wait until the port is free."""
-        processes = psutil.Process(self._running.process.pid).children(recursive=True)
-        program = next(each for each in processes if each.name() == "java" or "pysail" in each.cmdline())
-        program.kill()
+        self.program().kill()
         self._running.stop()
+
+    def program(self) -> psutil.Process:
+        """Return the server's own process."""
+        processes = psutil.Process(self._running.process.pid).children(recursive=True)
+        return next(each for each in processes if each.name() == "java" or "pysail" in each.cmdline())
 
     def stop(self) -> None:
         if self._running is not None:
@@ -89,6 +102,7 @@ def _apache(scratch: Path) -> Iterator[Server]:
                 extra_conf={
                     "spark.connect.session.manager.defaultSessionTimeout": f"{session_timeout_s:.0f}s",
                     "spark.connect.session.manager.maintenanceInterval": "1s",
+                    "spark.connect.progress.reportInterval": "200ms",
                     "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
                     "spark.driver.memory": "2g",
                 },
@@ -207,7 +221,7 @@ def _once(monkeypatch: pytest.MonkeyPatch, module: str, act: Callable[[], None])
 def test_a_collect_is_read_again_when_the_server_comes_back(
     server: Server, remote: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.start()
+    server.ensure()
     spark = remote()
     spark.conf.set("spark.sql.session.timeZone", "Asia/Kolkata")
     _save(spark, tmp_path / "table")
@@ -238,6 +252,7 @@ def test_a_collect_is_read_again_when_the_server_comes_back(
 def test_an_export_is_written_again_in_another_session(
     server: Server, remote: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    server.ensure()
     spark = remote()
     _save(spark, tmp_path / "table")
     exports = tmp_path / "exports"
@@ -380,3 +395,136 @@ def test_what_is_only_in_the_session_is_not_read_again(sail_server: Server, monk
         ):
             bridge.load_table("mine" if of == "mine" else frame, route="collect", max_bytes="2GiB")
         assert len(asked) == 1
+
+
+# --- a client that is newer than the server
+
+
+def test_an_apache_server_older_than_the_client_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sail is not: it has no version of Spark but the one that it stands for."""
+    server.ensure()
+    monkeypatch.setattr("pyspark.__version__", "9.1.0")
+    if not server.needs_java:
+        assert bridge.connect(server.remote).range(3).count() == 3
+        return
+    theirs = open_session(server.remote).version
+
+    with pytest.raises(
+        EngineUnavailableError,
+        match=rf"is Spark {theirs}, older than the client, pyspark 9\.1\.0\.\n  pip install \"pyspark\[connect\]=="
+        rf"{theirs.rpartition('.')[0]}\.\*\", or upgrade the server to Spark 9\.1\.0\.",
+    ) as caught:
+        bridge.connect(server.remote)
+
+    assert "the-same" not in str(caught.value)  # the token
+
+
+# --- operations
+
+
+def test_ctrl_c_ends_an_operation_on_the_server(server: Server, tmp_path: Path) -> None:
+    server.ensure()
+    spark = open_session(server.remote)
+    folder = tmp_path / "written"
+    endless = spark.range(0, 10**12, 1, 2_000).selectExpr("id", "rand(1) AS x")
+    # Sail is never asked to write Parquet
+    call = partial(endless.write.parquet, str(folder)) if server.needs_java else endless.groupBy().max("x").collect
+
+    def interrupt() -> None:
+        if server.needs_java:
+            eventually(lambda: _files(folder), within_s=60)
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    interrupter = threading.Thread(target=interrupt)
+    interrupter.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_watched(spark, call, "written")
+    interrupter.join()
+
+    left = _files(folder)
+    time.sleep(1.5)
+    assert _files(folder) == left
+    assert spark.interruptAll() == []
+    assert spark.range(3).count() == 3
+    spark.client.close()
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """Return the size of what is in a folder, whose files may go while it is looked at."""
+    sizes = {}
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            if path.is_file():
+                sizes[str(path)] = path.stat().st_size
+    return sizes
+
+
+def test_progress_is_told_and_the_persons_own_handlers_stay(server: Server, tmp_path: Path) -> None:
+    server.ensure()
+    spark: Any = open_session(server.remote)
+    theirs: list[Any] = []
+
+    def hear(**told: Any) -> None:
+        theirs.append(told)
+
+    spark.registerProgressHandler(hear)
+    ours: list[tuple[int, int, int]] = []
+    beside: list[tuple[int, int, int]] = []
+    frame = spark.range(0, 8 * 10**6, 1, 16).selectExpr("id", "rand(1) AS x")
+    frame.write.parquet(str(tmp_path / "read"))
+    reading = spark.read.parquet(str(tmp_path / "read")).selectExpr("sum(x)")
+    other = threading.Thread(
+        target=run_watched,
+        args=(spark, reading.collect, "beside"),
+        kwargs={"on_progress": lambda *told: beside.append(told)},
+    )
+
+    other.start()
+    written = run_watched(
+        spark, lambda: frame.write.parquet(str(tmp_path / "written")), "t", on_progress=lambda *told: ours.append(told)
+    )
+    other.join()
+
+    assert written is None
+    assert spark.client._progress_handlers == [hear]
+    assert theirs
+    if server.needs_java:
+        assert all(0 <= done <= total for done, total, _ in ours)
+        assert ours[-1][1] == 16
+        assert beside[-1][2] > 0
+        assert max(num_bytes for _, _, num_bytes in ours) == 0, "a range reads nothing; what it heard is another's"
+    spark.client.close()
+
+
+def test_what_the_server_says_is_raised_as_an_error_about_the_subject(server: Server) -> None:
+    server.ensure()
+    spark = open_session(server.remote)
+    frame = spark.sql("SELECT raise_error('boom')")
+
+    with pytest.raises(EngineError, match=r"^main\.ml\.t: .*boom"):
+        run_watched(spark, frame.collect, "main.ml.t")
+    with pytest.raises(ZeroDivisionError):
+        run_watched(spark, lambda: 1 // 0, "main.ml.t")
+    spark.client.close()
+
+
+def test_a_server_that_falls_silent_ends_the_wait(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.ensure()
+    monkeypatch.setattr("bridge.spark.operation.SILENCE_S", 0.5)
+    monkeypatch.setattr("bridge.spark.operation.PROBE_TIMEOUT_S", 1.0)
+    spark = open_session(server.remote)
+    endless = spark.range(0, 10**12, 1, 20_000).filter("id % 2 = 0").groupBy().max("id")
+    program = server.program()
+    threading.Timer(1.0, program.suspend).start()
+    began = time.monotonic()
+
+    try:
+        with pytest.raises(EngineSilentError, match=r"^t: the server has stopped answering"):
+            run_watched(spark, endless.collect, "t")
+        assert time.monotonic() - began < 10
+    finally:
+        program.resume()
+    # the interrupt has waited for the server, so that nothing runs on
+    eventually(lambda: not spark.interruptAll(), within_s=60)
+    spark.client.close()

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from bridge.progress import progress_bar
+from bridge.progress import progress_bar, task_bar
 
 
 class Terminal:
@@ -59,3 +59,17 @@ def test_a_notebook_shows_it_and_a_script_that_imports_ipython_does_not(
 
     with progress_bar("collect t", total=None, unit=" rows") as bar:
         assert bar.disable is not shown
+
+
+def test_tasks_are_shown_beside_what_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    stderr = Terminal(True)
+    monkeypatch.setattr(sys, "stderr", stderr)
+
+    with task_bar("export t") as show:
+        show(3, 40, 5 << 20)
+    assert "export t" in stderr.text
+    assert "3.00/40.0" in stderr.text
+    assert "5.0 MiB read" in stderr.text
+    told = stderr.text
+    show(4, 40, 6 << 20)  # of a server that answers late
+    assert stderr.text == told

@@ -136,7 +136,11 @@ def test_what_spark_raises_becomes_an_error_about_the_subject() -> None:
             SessionLostError,
             r"^t: the Spark session has ended: invalid argument: session 7 is not running\n  Open another, spark = br",
         ),
-        (GRPC, EngineUnavailableError, r"^t: the server went away: failed to connect to all addresses; .*\n  Connect ag"),
+        (
+            GRPC,
+            EngineUnavailableError,
+            r"^t: the server went away: failed to connect to all addresses; .*\n  Connect ag",
+        ),
     ],
 )
 def test_what_a_caller_would_act_on_has_its_own_error(text: str, error: type[Exception], message: str) -> None:
