@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import urllib.request
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -95,33 +96,29 @@ def is_refused(spark: SparkSession) -> bool:
     return False
 
 
-def refuse_older(spark: SparkSession, remote: str) -> None:
-    """Close the session of a server that is older than its client, by major and minor version.
+def compare_versions(spark: SparkSession, remote: str) -> None:
+    """Warn of a server that is older than its client, and close the session where the major version is.
 
-    Sail names the Spark version it stands for, and Databricks' client looks for itself.
+    Spark promises that a client works with servers of its version and newer ones. Sail names the version it stands for,
+    and Databricks' client looks for itself.
 
     Raises:
-        EngineUnavailableError: The server is older.
+        EngineUnavailableError: The server is of an older major version.
     """
     from pyspark import __version__ as ours
 
     theirs = spark.version
-    if _is_older(theirs, ours):
-        client: Any = spark.client
-        client.close()
+    server, client = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (theirs, ours))
+    told = f"the server at {redact(remote)} is Spark {theirs}, older than the client, pyspark {ours}"
+    line = ".".join(map(str, server))
+    advice = f'pip install "pyspark[connect]=={line}.*", or upgrade the server to Spark {ours}'
+    if server[:1] < client[:1]:
+        closing: Any = spark.client
+        closing.close()
         spark.stop()
-        line = ".".join(theirs.split(".")[:2])
-        raise EngineUnavailableError(
-            f"the server at {redact(remote)} is Spark {theirs}, older than the client, pyspark {ours}.\n"
-            f'  pip install "pyspark[connect]=={line}.*", or upgrade the server to Spark {ours}.'
-        )
-
-
-def _is_older(version: str, than: str) -> bool:
-    """Compare the major and minor numbers of two versions; what has none is not older."""
-    numbers = [re.match(r"(\d+)\.(\d+)", text) for text in (version, than)]
-    mine, other = ([int(number) for number in found.groups()] if found else [] for found in numbers)
-    return bool(mine and other) and mine < other
+        raise EngineUnavailableError(f"{told}.\n  {advice}.")
+    if server < client:
+        warnings.warn(f"{told}: what it does not know fails there. {advice}.", RuntimeWarning, stacklevel=2)
 
 
 def _retry_policy(spark: SparkSession) -> Any:

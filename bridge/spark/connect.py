@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from bridge.config import Settings, load_settings, redact
 from bridge.errors import ConfigError, EngineUnavailableError, MissingDependencyError, SessionLostError
-from bridge.spark.channel import is_installed, is_refused, open_session, refuse_older
+from bridge.spark.channel import compare_versions, is_installed, is_refused, open_session
 from bridge.spark.engines import Engine
 from bridge.spark.engines.history import HistoryEngine
 from bridge.spark.engines.sail import EmbeddedSail, SailEngine
@@ -213,10 +213,11 @@ def _open(remote: str, key: str, settings: Settings) -> Connection:
         spark = open_session(remote)
         connection = _look_at(spark)
         if connection.engine.name == "apache":
-            refuse_older(spark, remote)
+            compare_versions(spark, remote)
         return connection
     if remote == "databricks" or remote.startswith("databricks://"):
-        return Connection(_databricks_session(remote), HistoryEngine("databricks"), "databricks")
+        spark = _databricks_session(remote)
+        return Connection(spark, HistoryEngine("databricks"), str(getattr(spark.client, "host", "") or "databricks"))
     raise ConfigError(
         f"SPARK_REMOTE is {redact(remote)!r}; give local[*], local-cluster[N,cores,MB] or sc://host:port."
     )
@@ -230,7 +231,8 @@ def _look_at(spark: SparkSession) -> Connection:
     with translated(f"the session on {host}"):
         # Sail answers with its own version here, and with the Spark version it stands for there.
         is_sail = not spark.sql("SELECT version()").collect()[0][0].startswith(spark.version)
-    return Connection(spark, SailEngine(is_here=False) if is_sail else HistoryEngine("apache"), f"sc://{host}")
+    address = str(getattr(getattr(spark.client, "_builder", None), "endpoint", host))
+    return Connection(spark, SailEngine(is_here=False) if is_sail else HistoryEngine("apache"), f"sc://{address}")
 
 
 def _active_session() -> Any:

@@ -92,7 +92,9 @@ def load_table(
         PolicyError: A policy is not for its column, or names none.
         LossyConversionError: A value does not fit what its policy makes of it.
         TableTooLargeError: More than `max_bytes` with route "collect", or with "auto" and no volume to export to.
-        EngineUnavailableError, EngineSilentError: The server cannot be reached, or went silent.
+        AccessDeniedError: You may not read it; the message says what to ask for.
+        EngineUnavailableError, EngineSilentError: The server cannot be reached, ended the session (SessionLostError)
+            and could not be replaced, or went silent.
         ExportError, VolumeError: The export could not be completed; nothing of it is visible.
         RankError: A rank did not make this call, made it with other arguments, or was lost.
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 import bridge
 from bridge.spark import write
@@ -160,7 +159,7 @@ def publish_one(parent: Place, report: Report) -> None:
         folder = place.folder()
         folder.mkdir()
         (folder / "stranger.parquet").write_bytes(b"PAR1")
-        return write.write_stream([ROWS[:1000], ROWS[1000:]], folder, ROWS.schema, Shape(num_shards=2), 1500)
+        return write.write_stream([ROWS[:1000], ROWS[1000:]], folder, ROWS.schema, Shape(num_shards=2), len(ROWS))
 
     folder, _ = publish.publish(
         parent, "chaos", "t", ROWS.schema, write_rows, lambda shards, _: make_manifest(shards, ROWS.schema)
@@ -182,18 +181,9 @@ def _publish_and_die(root: Path, step: int, report: Report) -> None:
                 killing.step()
             return len(view)
 
-    class Writer(pq.ParquetWriter):  # type: ignore[misc]
-        def __init__(self, path: Path, *args: Any, **options: Any) -> None:
-            self._file = File(path, "w")
-            super().__init__(self._file, *args, **options)
-
-        def close(self) -> None:
-            super().close()
-            self._file.close()
-
     # this process ends with its names
     publish.LocalStorage = lambda _: killing  # type: ignore[assignment, misc]
-    pq.ParquetWriter = Writer
+    pa.OSFile = File
     write.flush_file = killing.around(write.flush_file)
     Path.unlink = killing.around(Path.unlink)  # type: ignore[method-assign]
     publish_one(locate(root / "t"), report)

@@ -28,7 +28,6 @@ SHAPES: list[dict[str, Any]] = [
     {},
     {"num_shards": 5},
     {"shard_bytes": "8KiB", "row_group_bytes": "16KiB"},
-    {"order_by": "word", "num_shards": 3},
     {"order_by": ["tenth", "n"], "shard_bytes": "8KiB", "row_group_bytes": "16KiB"},
     {"shuffle_at_write": 3, "num_shards": 4},
     {"shuffle_at_write": 3, "shard_bytes": "8KiB", "row_group_bytes": "16KiB"},
@@ -97,10 +96,10 @@ def test_a_limit_is_a_limit_in_every_shape(
 # --- as many shards as asked for
 
 
-@pytest.mark.parametrize("num_shards", [7, 60])
 def test_there_are_as_many_shards_as_asked_for(
-    engine: EngineUnderTest, name: str, export: Callable[..., bridge.Table], num_shards: int
+    engine: EngineUnderTest, name: str, export: Callable[..., bridge.Table]
 ) -> None:
+    num_shards = 37  # where shards of one length, rounded up, would be fewer
     view = f"{name}_whole"
     engine.spark.sql(f"CREATE OR REPLACE VIEW {view} AS SELECT id FROM {name}")
     frame = engine.spark.table(name).groupBy("id").count()
@@ -140,8 +139,15 @@ def sorting_key(row: tuple[Any, ...]) -> list[tuple[bool, Any]]:
     return [(value is not None, value.encode() if isinstance(value, str) else value or 0) for value in row]
 
 
-@pytest.mark.parametrize("order_by", ["word", ["n"], ["tenth", "word"], ["WORD", "id"]], ids="-".join)
-@pytest.mark.parametrize("size", [{"num_shards": 4}, {"shard_bytes": "8KiB", "row_group_bytes": "16KiB"}], ids=str)
+@pytest.mark.parametrize(
+    ("order_by", "size"),
+    [
+        ("word", {"num_shards": 4}),
+        (["n"], {"shard_bytes": "8KiB", "row_group_bytes": "16KiB"}),
+        (["TENTH", "word"], {"num_shards": 4}),
+    ],
+    ids=str,
+)
 def test_rows_are_sorted_through_the_files(
     engine: EngineUnderTest, name: str, export: Callable[..., bridge.Table], order_by: Any, size: dict[str, Any]
 ) -> None:

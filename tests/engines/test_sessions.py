@@ -400,19 +400,29 @@ def test_what_is_only_in_the_session_is_not_read_again(sail_server: Server, monk
 # --- a client that is newer than the server
 
 
-def test_an_apache_server_older_than_the_client_is_refused(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("client", ["4.9.1", "9.1.0"])
+def test_an_apache_server_older_than_the_client_is_told(
+    server: Server, client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sail is not: it has no version of Spark but the one that it stands for."""
     server.ensure()
-    monkeypatch.setattr("pyspark.__version__", "9.1.0")
+    monkeypatch.setattr("pyspark.__version__", client)
     if not server.needs_java:
         assert bridge.connect(server.remote).range(3).count() == 3
         return
     theirs = open_session(server.remote).version
+    advice = (
+        rf"pip install \"pyspark\[connect\]=={theirs.rpartition('.')[0]}\.\*\", or upgrade the server to Spark {client}"
+    )
 
+    if client.startswith("4"):
+        with pytest.warns(
+            RuntimeWarning, match=rf"is Spark {theirs}, older than the client, pyspark {client}: .*{advice}"
+        ):
+            assert bridge.connect(server.remote).range(3).count() == 3
+        return
     with pytest.raises(
-        EngineUnavailableError,
-        match=rf"is Spark {theirs}, older than the client, pyspark 9\.1\.0\.\n  pip install \"pyspark\[connect\]=="
-        rf"{theirs.rpartition('.')[0]}\.\*\", or upgrade the server to Spark 9\.1\.0\.",
+        EngineUnavailableError, match=rf"is Spark {theirs}, older than the client, pyspark {client}\.\n  {advice}"
     ) as caught:
         bridge.connect(server.remote)
 

@@ -138,7 +138,7 @@ def test_files_that_were_read_are_not_read_again_while_another_is_waited_for(
         return shard
 
     def write(folder: Path) -> Written:
-        written = write_stream([pa.table({"n": range(30)}, schema=SCHEMA)], folder, SCHEMA, Shape(num_shards=3), 10)
+        written = write_stream([pa.table({"n": range(30)}, schema=SCHEMA)], folder, SCHEMA, Shape(num_shards=3), 30)
         first = folder / (written.names or ())[0]
         hidden = first.rename(tmp_path / "hidden")
         later(lambda: hidden.rename(first))
@@ -274,7 +274,7 @@ def test_a_file_that_never_becomes_whole_is_no_export(tmp_path: Path, content: b
 def test_a_shard_of_a_stream_that_is_gone_is_no_export(tmp_path: Path) -> None:
     def write(folder: Path) -> Written:
         rows = [pa.table({"n": range(20)}, schema=SCHEMA)]
-        written = write_stream(rows, folder, SCHEMA, Shape(num_shards=2), 10)
+        written = write_stream(rows, folder, SCHEMA, Shape(num_shards=2), 20)
         (folder / (written.names or ())[0]).unlink()
         return written
 
