@@ -54,7 +54,7 @@ class Manifest:
 
     `num_bytes` is the size of the files, `memory_bytes` about that of the rows as Arrow. `receipt` says what was read,
     by whom, when and with what; `query` what was asked for, but for the version; `identity` is equal for two exports
-    of the same query of the same state of the table, and None where that cannot be known.
+    of the same query and version, and None where nobody can ask for the same again.
     """
 
     table: str

@@ -26,7 +26,8 @@ def make_export(
             pq.write_table(table, folder / name, row_group_size=row_group_rows, compression="zstd")
         described = tuple(describe_shard(folder / name, shards[0].schema) for name in names)
         memory_bytes = sum(table.nbytes for table in shards)
-        manifest = make_manifest(described, shards[0].schema, identity=label, memory_bytes=memory_bytes, **facts)
+        facts = {"identity": label, "memory_bytes": memory_bytes, **facts}
+        manifest = make_manifest(described, shards[0].schema, **facts)
         attempt.commit(manifest.to_json(), {shard.name: shard.num_bytes for shard in described})
     return folder, manifest
 

@@ -26,6 +26,9 @@ class _Commands(TyperGroup):
                 raise
             typer.echo(f"{type(exc).__name__}: {exc}", err=True)
             raise typer.Exit(1) from exc
+        except KeyboardInterrupt:
+            typer.echo("stopped", err=True)
+            raise typer.Exit(130) from None
 
 
 app = typer.Typer(

@@ -35,11 +35,11 @@ def ls(root: RootArgument = None, table: TableOption = None, profile: ProfileOpt
     if complete:
         print_table(
             plain_table(
-                ["table", "version", "rows", "shards", "size", "owner", "age", "in use", "folder"],
+                ["table", "version", "rows", "shards", "size", "owner", "age", "in use", "what", "folder"],
                 (
                     [
                         info.table, info.version, format_count(info.num_rows or 0), info.num_shards,
-                        _size(info), info.receipt.get("user"), _age(info), _use(info), info.path,
+                        _size(info), info.receipt.get("user"), _age(info), _use(info), _what(info), info.path,
                     ]
                     for info in complete
                 ),
@@ -139,6 +139,8 @@ def _root(root: str | None, profile: str | None) -> str:
     from bridge.config import data_folder, load_settings
 
     choose_profile(profile)
+    if root is not None and not root.strip():
+        raise typer.BadParameter("it is empty; give a folder, or leave it out.", param_hint="ROOT")
     return root or load_settings().volume or str(data_folder() / "exports")
 
 
@@ -178,6 +180,20 @@ def _name(info: ExportInfo) -> str:
 
 def _size(info: ExportInfo) -> str:
     return "" if info.num_bytes is None else format_bytes(info.num_bytes)
+
+
+def _what(info: ExportInfo) -> str:
+    """Say what sets an export apart from all rows and columns of its table, as they come."""
+    query = info.query
+    parts = [] if info.problem is None else [f"DAMAGED: {info.problem}"]
+    parts += [f"{name} {query[name]}" for name in ("where", "limit") if query.get(name) is not None]
+    parts += [f"{name}({', '.join(query[name])})" for name in ("drop_nulls", "to_json") if query.get(name)]
+    if query.get("order_by"):
+        parts.append(f"sorted by {', '.join(query['order_by'])}")
+    parts += ["mixed"] if "shuffle_at_write" in query else []
+    parts += ["shared"] if query.get("user", "") is None else []
+    num_columns = len(query.get("columns", ()))
+    return "; ".join([f"{num_columns} column{'' if num_columns == 1 else 's'}", *parts])
 
 
 def _age(info: ExportInfo) -> str:

@@ -49,6 +49,9 @@ class ExportedRowGroups:
         self._places = [(shard, index) for shard in manifest.shards for index in range(len(shard.row_groups))]
         self._footers: dict[str, pq.FileMetaData] = {}
 
+    def __deepcopy__(self, memo: object) -> ExportedRowGroups:
+        return self  # nothing in it changes, and one hold is enough
+
     @property
     def schema(self) -> pa.Schema:
         """The types after all policies."""

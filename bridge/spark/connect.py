@@ -35,6 +35,18 @@ _DATABRICKS_HOSTS = (
 )
 
 
+_TELLING_CONFS = (
+    "spark.sql.ansi.doubleQuotedIdentifiers",
+    "spark.sql.ansi.enabled",
+    "spark.sql.caseSensitive",
+    "spark.sql.files.ignoreCorruptFiles",
+    "spark.sql.files.ignoreMissingFiles",
+    "spark.sql.legacy.timeParserPolicy",
+    "spark.sql.parser.escapedStringLiterals",
+    "spark.sql.readSideCharPadding",
+)
+
+
 @dataclass(frozen=True)
 class Connection:
     """A session, the kind of server behind it, and how to say where it is.
@@ -55,11 +67,19 @@ class Connection:
         with translated(f"the session on {self.address}"):
             return self.spark.conf.get("spark.sql.session.timeZone")
 
+    @property
+    def confs(self) -> dict[str, str]:
+        """The settings of the session that change what a query gives, as far as they were set."""
+        pairs = [(name, None) for name in _TELLING_CONFS]
+        with translated(f"the session on {self.address}"):
+            values = self.spark.client.get_config_with_defaults(*pairs)
+        return {name: value for name, value in zip(_TELLING_CONFS, values, strict=True) if value}
+
     @cached_property
     def user(self) -> str:
         """Who asks, as the server knows them; the user of this process where it knows nobody, as Sail does."""
         with translated(f"the session on {self.address}"):
-            return self.spark.sql("SELECT current_user()").collect()[0][0] or getpass.getuser()
+            return self.spark.sql("SELECT current_user()").collect()[0][0] or _own_name()
 
 
 @dataclass(frozen=True)
@@ -69,6 +89,13 @@ class _Opened:
     remote: str
     settings: Settings
     connection: Connection
+
+
+def _own_name() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container where the user has a number alone
+        return str(os.getuid())
 
 
 # What this process started or looked at. A server costs seconds to start, and one must not be started twice for the

@@ -25,6 +25,7 @@ class Failure(Enum):
     SYNTAX = auto()
     TOO_LARGE = auto()
     DENIED = auto()
+    NOT_WRITTEN = auto()
     UNAVAILABLE = auto()
     SESSION_LOST = auto()
     OTHER = auto()
@@ -57,6 +58,7 @@ _CONDITIONS = {
     "UNAUTHORIZED_ACCESS": Failure.DENIED,
     # The client's own, once it has heard that the server was started again.
     "NO_ACTIVE_SESSION": Failure.SESSION_LOST,
+    "TASK_WRITE_FAILED": Failure.NOT_WRITTEN,
     "PARSE_SYNTAX_ERROR": Failure.SYNTAX,
     "PARSE_EMPTY_STATEMENT": Failure.SYNTAX,
 }
@@ -119,6 +121,13 @@ def reason(exc: BaseException) -> str:
     if line.endswith(":") and len(lines) > 1:  # as Databricks breaks its lines
         line = f"{line} {lines[1]}"
     return line if len(line) <= 300 else line[:297] + "..."
+
+
+def root_cause(exc: BaseException) -> str:
+    """Return the first of all causes, where the server tells of several; else the reason."""
+    trace = getattr(exc, "getStackTrace", lambda: None)() or ""
+    causes = re.findall(r"^Caused by: (?:\([\w.$]+\) )?(?:[\w.$]+: )?(.*)$", trace, re.MULTILINE)
+    return causes[-1].strip() if causes else reason(exc)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from bridge.errors import SourceError, SourceNotFoundError
@@ -16,19 +17,32 @@ if TYPE_CHECKING:
 # clock, the user or chance, or be somebody's own function.
 _PURE = frozenset(
     """
-    abs and any array_contains array_size array cast ceil ceiling coalesce concat contains date date_add date_sub day
-    dayofweek dayofyear datediff decimal element_at endswith exp floor greatest hour if ifnull in instr isnan isnotnull
-    isnull least left length like lower ltrim map_keys map_values minute mod month named_struct not nullif nvl or pmod
-    pow power quarter regexp_like replace right rlike round rtrim second sign size split sqrt startswith struct
-    substr substring timestamp to_date to_timestamp trim try_cast upper varchar weekofyear when year
+    abs and any array array_contains array_size between cast ceil ceiling coalesce concat contains date date_add
+    date_sub datediff day dayofweek dayofyear decimal element_at endswith exp floor greatest hour if ifnull in instr
+    isnan isnotnull isnull least left length like lower ltrim map_keys map_values minute mod month named_struct not
+    nullif nvl or pmod pow power quarter regexp_like replace right rlike round rtrim second sign size split sqrt
+    startswith struct substr substring then timestamp to_date to_timestamp trim try_cast upper varchar weekofyear
+    when year
     """.split()  # noqa: SIM905 - a list of a hundred strings is no easier to read
 )
-_CALL = re.compile(r"\b([a-z_]\w*)\s*\(", re.IGNORECASE)
-# Some are called without parentheses.
-_UNSTABLE = re.compile(r"\b(select|current_\w+|localtimestamp|session_user|user)\b", re.IGNORECASE)
+# What else stands in a filter without being a column. Not FROM, SELECT, TABLE or EXISTS: they read other tables.
+_WORDS = frozenset(
+    """
+    and as asc between bigint binary boolean byte case cast char date day days dec decimal desc div double else end
+    escape false float hour hours ilike in int integer interval is like long minute minutes month months not null
+    numeric or real regexp rlike second seconds short smallint string then timestamp timestamp_ltz timestamp_ntz
+    tinyint true varchar week weeks when year years
+    """.split()  # noqa: SIM905
+)
+_TOKEN = re.compile(
+    r"""\s+ | (?P<literal>'[^']*'|"[^"]*") | (?P<quoted>`[^`]*`) | (?P<number>\d[\w.]*|\.\d\w*)
+    | (?P<word>[^\W\d]\w*) | (?P<symbol>.)""",
+    re.VERBOSE | re.DOTALL,
+)
 # Spark reads timestamp'now' and date'today' from the clock.
-_CLOCK = re.compile(r"['\"]\s*(now|today|tomorrow|yesterday)\b", re.IGNORECASE)
-_LITERAL = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+_CLOCK = re.compile(r"['\"]\s*(now|today|tomorrow|yesterday|epoch)\b", re.IGNORECASE)
+# words that may stand right before a literal; r'...' means another thing
+_TYPED = frozenset({"date", "timestamp", "timestamp_ntz", "timestamp_ltz", "interval", "x"})
 
 
 def filtered(frame: DataFrame, where: str | Column, name: str) -> DataFrame:
@@ -62,13 +76,38 @@ def filtered(frame: DataFrame, where: str | Column, name: str) -> DataFrame:
     return filtered
 
 
-def where_text(where: str | Column | None) -> tuple[str | None, bool]:
-    """Return the filter as text, and whether the same text gives the same rows of the same version."""
+def where_text(where: str | Column | None, columns: Iterable[str] = ()) -> tuple[str | None, bool]:
+    """Return the filter as text, and whether the same text gives the same rows of the same version.
+
+    Args:
+        columns: Of what is filtered. Any other name may be a variable of the session.
+    """
     if where is None:
         return None, True
     if isinstance(where, str):
-        code = _LITERAL.sub("''", where)
-        reads_clock = _UNSTABLE.search(code) or _CLOCK.search(where)
-        is_pure = not reads_clock and {name.lower() for name in _CALL.findall(code)} <= _PURE
-        return where.strip(), is_pure
+        return where.strip(), _is_pure(where.strip(), {column.lower() for column in columns})
     return str(where), False
+
+
+def _is_pure(where: str, columns: set[str]) -> bool:
+    # either may change what a quote means, and so hide what is called
+    if "\\" in where or "--" in where or "/*" in where or _CLOCK.search(where):
+        return False
+    tokens = [found for found in _TOKEN.finditer(where) if not found.group().isspace()]
+    for index, token in enumerate(tokens):
+        before = tokens[index - 1] if index else None
+        after = tokens[index + 1].group() if index + 1 < len(tokens) else ""
+        kind, text = token.lastgroup, token.group().strip("`").lower()
+        is_part = before is not None and before.group() == "."
+        if kind in ("word", "quoted") and after == "(":
+            if kind == "quoted" or is_part or text not in _PURE:
+                return False
+        elif kind == "quoted" or (kind == "word" and text not in _WORDS):
+            # a part of a struct stands behind its column, which was looked at
+            if not is_part and text not in columns:
+                return False
+        elif kind == "literal" and before is not None and before.lastgroup == "word":
+            is_close = before.end() == token.start()
+            if is_close and before.group().lower() not in _TYPED:
+                return False
+    return True

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from bridge.display import parse_bytes
 from bridge.errors import ConfigError, SourceError
@@ -16,6 +18,10 @@ from bridge.spark.names import near
 _OFF = 0.2
 _FILES_OFF, _SHARE_OFF = 2, 0.05
 _FILES_OF_A_TASK = 4
+
+
+# what `to_json` may tell
+LAYOUT = frozenset({"shard_bytes", "num_shards", "row_group_bytes", "order_by", "shuffle_at_write"})
 
 
 @dataclass(frozen=True)
@@ -45,35 +51,42 @@ class Shape:
         """Return the shape that a caller asks for.
 
         Raises:
-            ConfigError: A size is none, or is 0.
-            ValueError: A number is no whole number in its range, or `order_by` and `shuffle_at_write` are both given.
+            ConfigError: A size is none, or is 0; a number is no whole number in its range; `order_by` and
+                `shuffle_at_write` are both given.
         """
         sizes = {"shard_bytes": shard_bytes, "row_group_bytes": row_group_bytes}
         shards, row_groups = (parse_bytes(size, name=name) for name, size in sizes.items())
         if min(shards, row_groups) < 1:
             raise ConfigError(f"shard_bytes is {shard_bytes} and row_group_bytes {row_group_bytes}; give 1 or more.")
-        if num_shards is not None and not _is_whole(num_shards, 1):
-            raise ValueError(f"num_shards is {num_shards!r}; give a whole number, 1 or more.")
-        if shuffle_at_write is not None and not _is_whole(shuffle_at_write, 0):
-            raise ValueError(f"shuffle_at_write is {shuffle_at_write!r}; give a seed: a whole number, 0 or more.")
+        if num_shards is not None and not _is_whole(num_shards, 1, 2**31):
+            raise ConfigError(f"num_shards is {num_shards!r}; give a whole number, 1 or more.")
+        if shuffle_at_write is not None and not _is_whole(shuffle_at_write, 0, 2**31):
+            raise ConfigError(
+                f"shuffle_at_write is {shuffle_at_write!r}; give a seed: a whole number from 0 to 2**31 - 1."
+            )
         if order_by is not None and shuffle_at_write is not None:
-            raise ValueError("order_by and shuffle_at_write were both given; rows are either sorted or mixed.")
-        names = (order_by,) if isinstance(order_by, str) else tuple(order_by or ())
-        return cls(shards, row_groups, num_shards, names, shuffle_at_write)
+            raise ConfigError("order_by and shuffle_at_write were both given; rows are either sorted or mixed.")
+        names = (order_by,) if isinstance(order_by, str) else order_by if order_by is not None else ()
+        if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+            raise ConfigError(f"order_by is {order_by!r}; give the name of a column, or a list of names.")
+        count, seed = (None if each is None else operator.index(each) for each in (num_shards, shuffle_at_write))
+        return cls(shards, row_groups, count, tuple(names), seed)
 
-    def spelled(self, columns: Sequence[str]) -> Shape:
+    def spelled(self, schema: pa.Schema) -> Shape:
         """Return the same with the columns of `order_by` in the table's own spelling.
 
         Raises:
-            SourceError: One is not among the columns that are read.
+            SourceError: One is not among the columns that are read, or is a map, which has no order.
         """
-        known = {column.lower(): column for column in columns}
+        known = {column.lower(): column for column in schema.names}
         for name in self.order_by:
-            if not isinstance(name, str) or name.lower() not in known:
+            if name.lower() not in known:
                 raise SourceError(
-                    f"order_by names {name!r}, which is not read.\n  {near(str(name), columns)}\n"
-                    "  Name it in columns= too, or leave columns= out."
+                    f"order_by names {name!r}, which is not read.\n  {near(name, schema.names)}\n"
+                    "  Give columns that are read, as a list of names; rows are sorted ascending."
                 )
+            if pa.types.is_map(schema.field(known[name.lower()]).type):
+                raise SourceError(f"order_by names {name!r}, a map, by which Spark cannot sort.")
         return Shape(
             self.shard_bytes, self.row_group_bytes, self.num_shards,
             tuple(known[name.lower()] for name in self.order_by), self.shuffle_at_write,
@@ -102,7 +115,8 @@ def fitted(partition_rows: Sequence[int], shard_rows: int) -> tuple[int, int]:
     fewest = min(count, max(1, math.ceil(rows.sum() / (_FILES_OF_A_TASK * shard_rows))))
     least, most = (1 - _OFF) * shard_rows, (1 + _OFF) * shard_rows
     best = (math.inf, count, max(1, shard_rows))
-    for together in range(1, -(-count // fewest) + 1):
+    together, most_together = 1, -(-count // fewest)
+    while together <= most_together:
         num_tasks = max(fewest, -(-count // together))
         # as coalesce groups them where no place is preferred
         groups = np.add.reduceat(rows, np.arange(num_tasks) * count // num_tasks)
@@ -115,8 +129,9 @@ def fitted(partition_rows: Sequence[int], shard_rows: int) -> tuple[int, int]:
                 best = (off, num_tasks, limit)
             if off <= max(_FILES_OFF, _SHARE_OFF * (whole + int((rest > 0).sum()))):
                 return num_tasks, limit
+        together = max(together + 1, together * 17 // 16)
     return best[1], best[2]
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_whole(value: Any, start: int, stop: int) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool) and start <= value < stop

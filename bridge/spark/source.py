@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 _DROP_TIMEOUT_S = 10.0
 
+# whose tables are files, read in the same order each time
+_FILE_PROVIDERS = frozenset({"parquet", "orc", "csv", "json", "avro", "text"})
+
 
 @dataclass(frozen=True)
 class Source:
@@ -37,14 +40,14 @@ class Source:
     None for everything but Delta tables. A private view that pins a plan is dropped by `close`. `dropped` gives the
     rows that are left out for their NULLs, None where that was not asked for. `is_temporary` is true of a DataFrame and
     of a temporary view: nobody else can mean the same by its name. `where_is_text` is false where the filter was a
-    pyspark Column, whose text does not say all of it. `again` is what to resolve in another session to get the same
-    table, None where nothing does.
+    pyspark Column, whose text does not say all of it. `asked_at` is the time of which a version was asked for. `again`
+    is what to resolve in another session to get the same table, None where nothing does.
     """
 
     spark: SparkSession
     engine: Engine
     name: str
-    kind: str  # "delta", "files", "view" or "dataframe"
+    kind: str  # "delta", "files", "foreign", "view" or "dataframe"
     location: str | None
     pin: Pin
     columns: tuple[str, ...]
@@ -57,6 +60,7 @@ class Source:
     dropped: DataFrame | None = field(default=None, repr=False)
     is_temporary: bool = False
     where_is_text: bool = True
+    asked_at: str | None = None
     again: str | Path | None = None
 
     @property
@@ -113,7 +117,7 @@ def resolve(
         _check_policies(found.frame, chosen, drop_nulls, to_json)
         unfiltered = _select(found.frame, chosen, to_json)
         frame = found.frame if where is None else filtered(found.frame, where, found.name)
-        text, repeatable = where_text(where)
+        text, repeatable = where_text(where, found.frame.columns)
         dropped = None
         if drop_nulls:
             there = " AND ".join(f"{quote(name)} IS NOT NULL" for name in drop_nulls)
@@ -124,6 +128,7 @@ def resolve(
             spark, engine, found.name, found.kind, found.location, found.pin, chosen, text, limit,
             frame, unfiltered, repeatable, found.view, dropped,
             is_temporary=found.is_temporary, where_is_text=where is None or isinstance(where, str), again=found.again,
+            asked_at=asked[1],
         )  # fmt: skip
         with translated(found.name):
             _ = resolved.schema
@@ -164,6 +169,10 @@ def _checked_version(version: int | None, timestamp: str | datetime | None) -> t
         raise SourceError("version and timestamp were both given; name one of them.")
     if version is not None and (isinstance(version, bool) or not isinstance(version, int) or version < 0):
         raise SourceError(f"version is {version!r}; give a whole number, 0 or more.")
+    if timestamp is not None and not isinstance(timestamp, str | datetime):
+        raise SourceError(
+            f"timestamp is {timestamp!r}; give a datetime with its zone, or text as in '2024-01-31 12:00:00'."
+        )
     if isinstance(timestamp, datetime):
         if timestamp.tzinfo is None:
             raise SourceError(f"timestamp {timestamp} has no zone; give one, as in datetime(..., tzinfo=timezone.utc).")
@@ -234,12 +243,17 @@ def _find_name(text: str, spark: SparkSession, engine: Engine, version: int | No
         is_view = "provider" not in details
         _refuse_version(f"{name}, a {'view' if is_view else details['provider'] + ' table'},", version, timestamp)
         why = "a view has no version" if is_view else f"a {details['provider']} table has no version"
-        kind = "view" if is_view else "files"
+        is_files = details.get("provider", "").lower() in _FILE_PROVIDERS
+        kind = "view" if is_view else "files" if is_files else "foreign"
         found = _pin_plan(spark.table(relation), spark, name, kind, why, details.get("location"))
-        return replace(found, is_temporary=is_temporary, again=again)
+        pin = replace(found.pin, fingerprint=details.get("view text"))
+        return replace(found, pin=pin, is_temporary=is_temporary, again=again)
     location = details.get("location")
     pin = engine.pin(spark, relation, location, version, timestamp)
     frame, pin = _read_delta(spark, name, relation, pin, version, timestamp)
+    if any(key.strip("# ").startswith(("row filter", "column mask")) for key in details):
+        # what they let through may change without a version
+        pin = replace(pin, fingerprint=None, reason=f"{pin.reason}; its row filter or column masks have no version")
     return _Found(spark, name, "delta", location, pin, frame, again=again)
 
 

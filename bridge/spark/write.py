@@ -19,8 +19,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bridge.columns.contract import conform
+from bridge.errors import EngineError, VolumeError
 from bridge.progress import progress_bar, task_bar
-from bridge.spark.failures import translated
+from bridge.spark.failures import Failure, classify, root_cause, translated
 from bridge.spark.names import quote
 from bridge.spark.operation import run_watched
 from bridge.spark.read import run_within, stream_batches
@@ -111,9 +112,6 @@ def _with_key(frame: DataFrame, seed: int) -> tuple[DataFrame, str, list[str]]:
     return frame.withColumn(key, F.xxhash64(number, F.lit(seed))), key, [number, key]
 
 
-# --- by Spark
-
-
 def _spark_shards(
     source: Source, place: Place, shape: Shape, size: Size, as_micros: bool, show: bool | None
 ) -> Written:
@@ -136,18 +134,27 @@ def _spark_shards(
         write.parquet(place.spark)
         return int(observation.get["num_rows"])
 
-    with task_bar(f"export {source.name}", enabled=show) as tell:
-        written = run_watched(source.spark, run, source.name, on_progress=tell)
+    try:
+        with task_bar(f"export {source.name}", enabled=show) as tell:
+            written = run_watched(source.spark, run, source.name, on_progress=tell)
+    except EngineError as exc:
+        if exc.__cause__ is None or classify(exc.__cause__) is not Failure.NOT_WRITTEN:
+            raise
+        raise VolumeError(
+            f"{source.name} could not be written to {place.name}: {root_cause(exc.__cause__)}."
+        ) from exc.__cause__
     return Written(written, None, converted)
 
 
 def _laid_out(frame: DataFrame, source: Source, shape: Shape, size: Size) -> tuple[DataFrame, int]:
     """Return the frame with a partition for each task that is to write, and how many rows a file may hold."""
-    is_scan = source.kind in ("delta", "files") and source.limit is None
+    # of anything else nobody knows in which order it comes when it is asked again
+    is_scan = source.kind in ("delta", "files") and source.limit is None and source.is_repeatable
     is_moved = bool(shape.order_by or shape.shuffle_at_write is not None)
     if shape.num_shards is not None:
-        # how many there are only tells how finely they are dealt
-        return _moved(frame, source, shape, shape.num_shards, size.num_rows or 0, is_scan=is_scan), 0
+        # only tells how finely they are dealt
+        few = 0 if size.is_bound else size.num_rows or 0
+        return _moved(frame, source, shape, shape.num_shards, few, is_scan=is_scan), 0
     with ThreadPoolExecutor(1, "bridge-sample") as beside:
         sample = beside.submit(_file_bytes, source, shape, size)
         # what is moved needs a number; what is not moved can be fitted where partitions are those of files
@@ -192,8 +199,8 @@ def _file_bytes(source: Source, shape: Shape, size: Size) -> float:
     if rows is None or rows.num_rows == 0:
         return max(1.0, width / 2)
     rows = conform(rows, source.schema, source.name)
-    if shape.order_by:
-        rows = rows.sort_by([(name, "ascending") for name in shape.order_by])
+    if flat := [name for name in shape.order_by if not pa.types.is_nested(rows.schema.field(name).type)]:
+        rows = rows.sort_by([(name, "ascending") for name in flat])
     elif shape.shuffle_at_write is not None:
         rows = rows.take(np.random.default_rng(0).permutation(rows.num_rows))
     sink = io.BytesIO()
@@ -243,7 +250,7 @@ def _dealing_key(source: Source, count: int, number: Column) -> Column:
     from pyspark.sql.connect import functions as F
 
     tried = source.spark.range(32 * count + 100).select("id", F.pmod(F.hash("id"), F.lit(count)).alias("partition"))
-    found = tried.groupBy("partition").agg(F.min("id").alias("key")).toArrow()
+    found = run_watched(source.spark, tried.groupBy("partition").agg(F.min("id").alias("key")).toArrow, source.name)
     keys = dict(zip(found["partition"].to_pylist(), found["key"].to_pylist(), strict=True))
     return F.element_at(F.lit([keys[each] for each in range(count)]), number.cast("int") + 1).cast("bigint")
 
@@ -266,6 +273,9 @@ def listed_shards(folder: Path) -> list[str]:
     Where a commit of Databricks lists its files, what else is there was written by tasks that failed:
     https://docs.databricks.com/data/manage-table-writes (DBIO), and is no part of it.
     """
+    started = [path.name for path in folder.glob("_started_*") if path.name[9:].isdigit()]
+    if any(not (folder / f"_committed_{name[9:]}").exists() for name in started):
+        return []  # its list is not seen yet
     committed = [json.loads(path.read_bytes()) for path in folder.glob("_committed_*") if path.name[11:].isdigit()]
     names = {path.name for path in folder.glob("*.parquet")}
     if committed:
@@ -277,9 +287,6 @@ def listed_shards(folder: Path) -> list[str]:
 def _natural(name: str) -> tuple[int, ...]:
     """Sort `part-00002-...-c000` by partition, then by the file within it."""
     return tuple(int(number) for number in re.findall(r"^part-(\d+)|-c(\d+)\.", name) for number in number if number)
-
-
-# --- from a stream
 
 
 def write_stream(

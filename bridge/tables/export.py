@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from datetime import datetime
@@ -11,14 +12,16 @@ from typing import TYPE_CHECKING
 from bridge.columns.rules import Rules, by_spark
 from bridge.config import load_settings
 from bridge.display import did_you_mean
-from bridge.errors import ExportNotFoundError, PolicyError
+from bridge.errors import ExportNotFoundError, PolicyError, SourceError
 from bridge.manifest import Manifest
-from bridge.spark.shape import Shape
+from bridge.spark.shape import LAYOUT, Shape
 from bridge.tables.fetch import load_for_all
+from bridge.tables.identity import differing
+from bridge.tables.inventory import is_named
 from bridge.tables.prepare import Reuse
-from bridge.tables.publish import bind, export_folder
+from bridge.tables.publish import bind, export_folder, readable_exports
 from bridge.tables.table import Table
-from bridge.volumes.commit import complete_attempts, read_marker
+from bridge.volumes.commit import read_marker
 from bridge.volumes.path import locate
 from bridge.volumes.stores import LocalStorage
 
@@ -72,7 +75,8 @@ def export_table(
             reads the clock. Without it these are exported afresh; a DataFrame, a temporary view and a filter that is
             a Column always are.
         shared: Take also exports by other users who said so, and let them take this one. Whoever is asked first gives
-            the others what they may see: say so only where row filters and masks are the same for all.
+            the others what they may see: say so only where row filters and masks are the same for all. It only says
+            who reuses what: who may read the files, the folder's permissions say.
 
     Raises:
         VolumeError: There is no volume, or it cannot be written.
@@ -97,8 +101,8 @@ def open_export(
 ) -> Table:
     """Return the newest complete export in a folder, without Spark.
 
-    It may be of some columns or rows only: `table.receipt` holds the columns, filter and limit it was made with, and
-    printing the table shows a filter.
+    Where there are exports of the table that may hold different rows (other columns, filters, limits, users, engines),
+    it is not guessed which is meant: the error lists their folders. Who may read one, the folder's permissions say.
 
     Args:
         root_or_path: The folder that was given as `volume`, or the folder of one export (`table.path`).
@@ -109,15 +113,18 @@ def open_export(
 
     Raises:
         PolicyError: A policy is not for its column, or is one of Spark's.
-        ExportNotFoundError: No complete export of that table and version is there.
+        ExportNotFoundError: No complete export of that table and version is there, or several that differ.
+        SourceError: `version` is no whole number.
     """
+    if version is not None and (isinstance(version, bool) or not isinstance(version, int)):
+        raise SourceError(f"version is {version!r}; give a whole number.")
     settings = load_settings()
     root = locate(root_or_path, settings.volume_root)
     folder = root.folder()
     marker = read_marker(LocalStorage(folder))
     if marker is not None:
         found = Manifest.from_json(marker.body, folder)
-        is_other = table is not None and not _is_named(found.table, table)
+        is_other = table is not None and not is_named(found.table, table)
         if is_other or (version is not None and found.version != version):
             wanted = _named(table or found.table, version)
             raise ExportNotFoundError(f"{folder} holds {_named(found.table, found.version)}, not {wanted}.")
@@ -125,18 +132,21 @@ def open_export(
     own = export_folder(root, table).folder() if table is not None else None
     parents = [own] if own and own.is_dir() else _folders(folder)
     newest: dict[str, dict[str, tuple[Path, Manifest]]] = {}
+    versions: set[int] = set()
     for parent in parents:
-        for attempt, marker in complete_attempts(LocalStorage(parent)):
-            manifest = Manifest.from_json(marker.body, parent / attempt.name)
+        for attempt, manifest in readable_exports(parent):
+            versions |= set() if manifest.version is None else {manifest.version}
             if version is None or manifest.version == version:
-                kinds = newest.setdefault(manifest.table, {})
-                kinds.setdefault(_kind(manifest), (parent / attempt.name, manifest))
+                path = parent / attempt.name
+                newest.setdefault(manifest.table, {}).setdefault(_kind(manifest, path), (path, manifest))
     asked = "" if version is None else f" of version {version}"
     if not newest:
+        there = f"\n  There is: {', '.join(map(str, sorted(versions)))}." if versions else ""
+        what = "holds no complete export" if folder.is_dir() else "is not there, so it holds no complete export"
         raise ExportNotFoundError(
-            f"{folder} holds no complete export{asked}.\n  Make one: bridge.export_table(table, {str(folder)!r})."
+            f"{folder} {what}{asked}.{there}\n  Make one: bridge.export_table(table, {str(folder)!r})."
         )
-    named = [name for name in newest if table is None or _is_named(name, table)]
+    named = [name for name in newest if table is None or is_named(name, table)]
     if not named:
         hint = did_you_mean(table or "", newest) or f"\n  It holds exports of {', '.join(newest)}."
         raise ExportNotFoundError(f"{folder} holds no complete export of {table}{asked}.{hint}")
@@ -144,10 +154,9 @@ def open_export(
         raise ExportNotFoundError(f"{folder} holds exports of {', '.join(named)}.\n  Say which, in full: table=.")
     kinds = newest[named[0]]
     if len(kinds) > 1:
-        lines = "".join(f"\n  {kind}: {path}" for kind, (path, _) in kinds.items())
         raise ExportNotFoundError(
-            f"{folder} holds exports of {named[0]}{asked} that hold different rows or columns. Open one by its own "
-            f"folder, or keep them under folders of their own:{lines}"
+            f"{folder} holds exports of {named[0]}{asked} that may hold different rows. Open one by its own folder, or "
+            f"keep them under folders of their own:{_told_apart(list(kinds.values()))}"
         )
     return _opened(*next(iter(kinds.values())), policies, settings)
 
@@ -156,12 +165,20 @@ def _folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
 
 
-def _kind(manifest: Manifest) -> str:
-    """Say what an export holds of its table's columns and rows."""
-    query = manifest.query
-    parts = [f"columns {', '.join(query.get('columns', manifest.schema.names))}"]
-    parts += [f"{name} {query[name]}" for name in ("where", "limit", "drop_nulls", "to_json") if query.get(name)]
-    return "; ".join(parts)
+def _kind(manifest: Manifest, path: Path) -> str:
+    """Return what is equal for exports of the same query, however their shards are laid out."""
+    if manifest.identity is None:
+        return str(path)
+    return json.dumps({name: value for name, value in manifest.query.items() if name not in LAYOUT}, sort_keys=True)
+
+
+def _told_apart(found: list[tuple[Path, Manifest]]) -> str:
+    names = [name for name in differing([manifest.query for _, manifest in found]) if name not in LAYOUT]
+    lines = []
+    for path, manifest in found:
+        told = ", ".join(f"{name} {manifest.query.get(name)}" for name in names if name not in ("schema", "format"))
+        lines.append(f"\n  {told or 'of ' + manifest.receipt.get('time', 'a time that is not known')}: {path}")
+    return "".join(lines)
 
 
 def _opened(folder: Path, manifest: Manifest, policies: Policies | None, settings: Settings) -> Table:
@@ -171,11 +188,6 @@ def _opened(folder: Path, manifest: Manifest, policies: Policies | None, setting
             raise PolicyError("drop_nulls() and to_json() are done by Spark: export the table with them.")
         rules = bind(folder, manifest, Rules.choose(manifest.schema, policies))
     return Table.exported(folder, manifest, rules, client_max_bytes=settings.client_max_bytes)
-
-
-def _is_named(name: str, asked: str) -> bool:
-    """Return whether `asked` is `name`, or its last parts."""
-    return f".{name}".endswith(f".{asked}")
 
 
 def _named(table: str, version: int | None) -> str:

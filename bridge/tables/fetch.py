@@ -130,6 +130,8 @@ def _export(prepared: Prepared) -> Table:
         if not rules.fulfils(prepared.rules):
             rules = bind(folder, manifest, prepared.rules)
     else:
+        why = prepared.reuse.why_new(parent, prepared.identity, prepared.source.pin.version)
+        plan = replace(plan, reuse_reason=plan.reuse_reason or why)
         folder, manifest, rules = write_export(
             prepared.source,
             prepared.connection,
@@ -141,9 +143,7 @@ def _export(prepared: Prepared) -> Table:
             facts={"num_dropped": plan.num_dropped},
             show=prepared.settings.progress,
         )
-    return Table.exported(
-        folder, manifest, rules, plan=plan, client_max_bytes=prepared.settings.client_max_bytes
-    )  # fmt: skip
+    return Table.exported(folder, manifest, rules, plan=plan, client_max_bytes=prepared.settings.client_max_bytes)
 
 
 def _too_large(prepared: Prepared, told: str) -> TableTooLargeError:

@@ -1,4 +1,4 @@
-"""When two exports are the same, so that the one that is there may be taken. Pure."""
+"""When two exports are the same, so that the one that is there may be taken."""
 
 from __future__ import annotations
 
@@ -7,19 +7,24 @@ import json
 import os
 import platform
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bridge.display import format_count
 from bridge.manifest import FORMAT_VERSION
 from bridge.spark.connect import Connection
 from bridge.spark.shape import Shape
 from bridge.spark.source import Source
 
+_LOOPBACK = ("sc://localhost", "sc://127.", "sc://[::1]")
+
 _QUOTED = re.compile(r"('[^']*'|\"[^\"]*\"|`[^`]*`)")
 # Spaces around these mean nothing. Not around "-": two of them start a comment.
 _SYMBOLS = re.compile(r"\s*([<>=!+*/%(),])\s*")
+
+
+# Under these a reader leaves out what it cannot read, and the same version gives other rows when it can.
+_LEAVES_OUT = ("spark.sql.files.ignoreCorruptFiles", "spark.sql.files.ignoreMissingFiles")
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,6 @@ class Identity:
     """
 
     query: dict[str, Any]
-    version: int | None
     key: str | None
     is_settled: bool
     reason: str
@@ -58,13 +62,16 @@ class Identity:
         location = source.location
         if location is not None and location.startswith("/"):
             location = os.path.realpath(location)
+        confs = connection.confs
         query = {
             "format": FORMAT_VERSION,
             "address": connection.address,
             "user": None if is_shared else connection.user,
             "time_zone": connection.time_zone,
+            "confs": confs,
             "table": source.name,
             "location": location,
+            "schema": hashlib.blake2b(source.schema.serialize().to_pybytes(), digest_size=16).hexdigest(),
             "columns": list(source.columns),
             "where": None if source.where is None else normalized(source.where),
             "limit": source.limit,
@@ -74,29 +81,35 @@ class Identity:
         }
         pin = source.pin
         if source.is_temporary:
-            return cls(query, None, None, False, f"{pin.reason}, and nobody else can name it")
+            return cls(query, None, False, "a DataFrame or a temporary view is exported anew each time")
         if not source.where_is_text:
-            return cls(query, pin.version, None, False, "a filter given as a Column cannot be told from another")
+            return cls(query, None, False, "a filter given as a Column is exported anew each time: give it as text")
         if pin.version is None or pin.fingerprint is None:
-            # names of an engine on this machine are its own
-            at = platform.node() if source.engine.is_here else None
-            return cls(query, None, _digest([query, at]), False, pin.reason)
+            # names of a server on this machine are its own
+            is_near = source.engine.is_here or connection.address.startswith(_LOOPBACK)
+            asked = [query, pin.version, pin.fingerprint, source.asked_at, platform.node() if is_near else None]
+            return cls(query, _digest(asked), False, pin.reason)
         key = _digest([query, pin.version, pin.fingerprint])
         if not source.is_repeatable:
-            return cls(query, pin.version, key, False, "the filter need not give the same rows twice")
-        return cls(query, pin.version, key, True, "")
+            return cls(query, key, False, "the filter need not give the same rows twice")
+        for name in _LEAVES_OUT:
+            if confs.get(name, "").lower() == "true":
+                return cls(query, key, False, f"{name} is on, so rows may be left out")
+        return cls(query, key, True, "")
 
-    def differs_from(self, query: Mapping[str, Any], version: int | None) -> str:
-        """Return in what an export that is there is another one."""
+    def differs_from(self, query: Mapping[str, Any]) -> str:
+        """Return in what an export that is there is another one; "" where the query is the same."""
         if query.get("user") != self.query["user"]:
             theirs, mine = (each or "all who say shared=True" for each in (query.get("user"), self.query["user"]))
-            return f"the one that is there is for {theirs}, this is for {mine}"
-        other = [name for name in {**query, **self.query} if query.get(name) != self.query.get(name)]
-        if other:
-            return f"the newest that is there differs in {', '.join(sorted(other))}"
-        if version != self.version:
-            return f"the newest that is there is of version {'none' if version is None else format_count(version)}"
-        return "the table was made again since"
+            return f"the newest that is there is for {theirs}, this is for {mine}"
+        names = differing([query, self.query])
+        return f"the newest that is there differs in {', '.join(names)}" if names else ""
+
+
+def differing(queries: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the names of what is not the same in all queries."""
+    names = sorted({name for query in queries for name in query})
+    return [name for name in names if any(query.get(name) != queries[0].get(name) for query in queries)]
 
 
 def normalized(where: str) -> str:

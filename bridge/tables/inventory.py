@@ -25,7 +25,7 @@ from bridge.volumes.stores import LocalStorage
 
 _NUM_THREADS = 16
 
-State = Literal["complete", "being written", "left behind", "withdrawn", "unreadable"]
+State = Literal["complete", "being written", "left behind", "withdrawn", "unreadable", "no export"]
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,13 @@ class ExportInfo:
     Attributes:
         path: Its folder.
         state: "being written" while a writer holds it; "left behind" by a writer that failed or was killed; "withdrawn"
-            when it was deleted while readers held it, whose files go after them; "unreadable" as `problem` says.
+            when it was deleted while readers held it, whose files go after them; "unreadable" as `problem` says;
+            "no export" where something else was committed.
         age_s: Seconds since it was begun, by the clock of the volume.
         num_holders: Readers and writers that hold it. One that was killed counts for up to an hour.
         table: None unless it is complete, like all that follow.
         query: What was asked for: exports of the same table and query differ in their versions alone.
+        identity: As of the manifest; None for what nobody can ask for again, such as a DataFrame.
         receipt: What was read, by whom, when, with which versions.
         num_bytes: Bytes of its files; where it is incomplete, of those that are there.
     """
@@ -50,6 +52,7 @@ class ExportInfo:
     num_holders: int = 0
     table: str | None = None
     version: int | None = None
+    identity: str | None = None
     query: dict[str, Any] = field(default_factory=dict)
     receipt: dict[str, Any] = field(default_factory=dict)
     num_rows: int | None = None
@@ -101,6 +104,8 @@ def list_exports(root: str | os.PathLike[str], *, table: str | None = None) -> l
         ) from exc
     except OSError as exc:
         raise VolumeError(f"{folder} cannot be listed: {exc.strerror or exc}.") from exc
+    if Attempt.parse(folder.name):
+        raise ExportNotFoundError(f"{folder} is one export.\n  Give the folder above: {folder.parent}.")
     parents = [folder, *(folder / name for name in inside if not Attempt.parse(name))]
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         looks = [look for found in threads.map(_survey, parents) for look in found]
@@ -108,7 +113,7 @@ def list_exports(root: str | os.PathLike[str], *, table: str | None = None) -> l
     if table is None:
         return exports
     names = {info.table for info in exports if info.table}
-    named = {name for name in names if f".{name}".endswith(f".{table}")}
+    named = {name for name in names if is_named(name, table)}
     if not named:
         raise ExportNotFoundError(f"{folder} holds no complete export of {table}.{did_you_mean(table, names)}")
     beside = {Path(info.path).parent for info in exports if info.table in named}
@@ -147,6 +152,8 @@ def _describe(parent: Path, attempt: Attempt, num_holders: int, now_ns: int) -> 
         if marker is None:
             return _describe_incomplete(path, info)
         info = replace(info, num_bytes=sum(marker.sizes.values()))
+        if not {"format_version", "shards"} <= marker.body.keys():
+            return replace(info, state="no export", problem="its marker is of something else")
         manifest = Manifest.from_json(marker.body, path)
     except (BridgeError, OSError) as exc:
         return replace(info, problem=reason(exc))
@@ -157,11 +164,23 @@ def _describe(parent: Path, attempt: Attempt, num_holders: int, now_ns: int) -> 
         state="complete",
         table=manifest.table,
         version=manifest.version,
+        identity=manifest.identity,
         query=manifest.query,
         receipt=manifest.receipt,
         num_rows=manifest.num_rows,
         num_shards=len(manifest.shards),
+        problem=_missing(path, manifest),
     )
+
+
+def _missing(path: Path, manifest: Manifest) -> str | None:
+    """Say how many shards are gone. Sizes are not looked at: verify does."""
+    try:
+        there = set(os.listdir(path))
+    except OSError as exc:
+        return reason(exc)
+    gone = [shard.name for shard in manifest.shards if shard.name not in there]
+    return f"{len(gone)} of {len(manifest.shards)} shards gone, {gone[0]} among them" if gone else None
 
 
 def _describe_incomplete(path: Path, info: ExportInfo) -> ExportInfo:
@@ -180,6 +199,11 @@ def _describe_incomplete(path: Path, info: ExportInfo) -> ExportInfo:
     elif any(map(is_marker, names)) and not info.num_holders:
         problem = "its marker is damaged"
     return replace(info, state=state, num_bytes=num_bytes, problem=problem)
+
+
+def is_named(name: str, asked: str) -> bool:
+    """Return whether `asked` is `name`, or its last parts."""
+    return f".{name}".endswith(f".{asked}")
 
 
 def describe_export(path: str | os.PathLike[str]) -> ExportInfo:

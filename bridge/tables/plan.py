@@ -62,7 +62,7 @@ class Plan:
             ("route", f"{self.route}: {self.reason}"),
         ]
         if self.route == "export":
-            lines += [("volume", self.volume or "none"), ("export", self.reuse_reason)]
+            lines += [("volume", self.volume or "none"), ("export", self.reuse_reason or None)]
         return [(name, text) for name, text in lines if text is not None]
 
     def _dropped(self) -> str | None:

@@ -14,7 +14,7 @@ from bridge.columns.contract import type_contract
 from bridge.columns.rules import Policies, Rules, by_spark
 from bridge.config import Settings, collect_ceiling, data_folder, load_settings
 from bridge.distributed import local_world_size
-from bridge.errors import SourceError, VolumeError
+from bridge.errors import ConfigError, SourceError, VolumeError
 from bridge.manifest import Manifest
 from bridge.spark.connect import Connection, attach
 from bridge.spark.shape import Shape
@@ -64,13 +64,17 @@ class Reuse:
         if self.max_age_s is None:
             return
         if isinstance(self.max_age_s, bool) or not isinstance(self.max_age_s, int | float) or not self.max_age_s > 0:
-            raise ValueError(f"max_age_s is {self.max_age_s!r}; give a number of seconds above 0.")
+            raise ConfigError(f"max_age_s is {self.max_age_s!r}; give a number of seconds above 0.")
         if not self.is_wanted:
-            raise ValueError("max_age_s says which export may be reused, and reuse=False that none may.")
+            raise ConfigError("max_age_s says which export may be reused, and reuse=False that none may.")
 
     def find(self, folder: Place, identity: Identity) -> tuple[Path, Manifest] | None:
         """Return the export that may be taken."""
         return find_reusable(folder, identity, self.max_age_s) if self.is_wanted else None
+
+    def why_new(self, folder: Place, identity: Identity, version: int | None) -> str:
+        """Return why none is taken."""
+        return why_new(folder, identity, version, self.max_age_s) if self.is_wanted else "new: reuse=False"
 
 
 @contextmanager
@@ -88,6 +92,8 @@ def prepare(
 ) -> Iterator[Prepared]:
     """Resolve, measure and decide; what was registered in the session for it is dropped at the end."""
     load = partial(load_settings, volume=None if volume is None else os.fspath(volume), max_bytes=max_bytes)
+    if isinstance(volume, str) and not volume.strip():
+        raise VolumeError(f"volume is {volume!r}; give a folder or a volume, or leave it out.")
     settings = load()
     decide(None, 0, route)
     reuse = reuse or Reuse()
@@ -109,7 +115,7 @@ def prepare(
     )  # fmt: skip
     with closing(resolved):
         rules = Rules.choose(resolved.schema, policies)
-        shape = (shape or Shape()).spelled(resolved.columns)
+        shape = (shape or Shape()).spelled(resolved.schema)
         place = _volume(settings, connection)
         identity = Identity.of(
             resolved, connection, shape, drop_nulls=drop_nulls, to_json=to_json, is_shared=reuse.is_shared
@@ -119,8 +125,9 @@ def prepare(
         size = measure(resolved, ceiling) if reusable is None else _known(reusable[1])
         chosen, reason = decide(size.num_bytes, ceiling, route)
         reuse_reason = ""
-        if chosen == "export":
-            reuse_reason = f"reused: {reusable[0]}" if reusable else _why_new(reuse, folder, identity)
+        if chosen == "export" and folder is not None and folder.local is not None:
+            version = resolved.pin.version
+            reuse_reason = f"reused: {reusable[0]}" if reusable else reuse.why_new(folder, identity, version)
         plan = Plan(
             source=resolved.name,
             engine=f"{connection.engine.name} ({connection.address})",
@@ -137,7 +144,7 @@ def prepare(
             max_bytes=ceiling,
             route=chosen,
             reason=reason,
-            volume=None if place is None else place.name,
+            volume=None if place is None else _told(place),
             reuses=str(reusable[0]) if reusable and chosen == "export" else None,
             reuse_reason=reuse_reason,
             types=type_contract(rules.schema, spark_types(resolved), rules),
@@ -155,17 +162,15 @@ def _known(manifest: Manifest) -> Size:
     return Size(manifest.num_rows, told, width, told)
 
 
-def _why_new(reuse: Reuse, folder: Place | None, identity: Identity) -> str:
-    if not reuse.is_wanted:
-        return "new: reuse=False"
-    return "new: there is no volume" if folder is None else why_new(folder, identity, reuse.max_age_s)
-
-
 def _num_dropped(source: Source, reusable: tuple[Path, Manifest] | None) -> int | None:
     if reusable is not None:
         found: int | None = reusable[1].receipt.get("num_dropped")
         return found
     return None if source.dropped is None else count_rows(source.dropped)
+
+
+def _told(place: Place) -> str:
+    return f"{place.name} (not mounted here; {place.local} stands for it)" if place.is_stand_in else place.name
 
 
 def _volume(settings: Settings, connection: Connection) -> Place | None:

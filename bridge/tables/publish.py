@@ -6,9 +6,10 @@ import contextlib
 import hashlib
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from bridge.spark.source import Source
 from bridge.spark.write import Written, listed_shards, write_shards, write_stream
 from bridge.tables.identity import Identity
 from bridge.tables.receipt import make_receipt
-from bridge.volumes.commit import begin, collect_garbage, complete_attempts
+from bridge.volumes.commit import Attempt, begin, collect_garbage, complete_attempts
 from bridge.volumes.lease import storage_time_ns
 from bridge.volumes.path import Place, refuse_glob
 from bridge.volumes.storage import with_retries
@@ -72,18 +73,29 @@ def find_reusable(folder: Place, identity: Identity, max_age_s: float | None) ->
     return None
 
 
-def why_new(folder: Place, identity: Identity, max_age_s: float | None) -> str:
+def why_new(folder: Place, identity: Identity, version: int | None, max_age_s: float | None) -> str:
     """Return why no export that is there was taken."""
-    if identity.key is None or not (identity.is_settled or max_age_s):
+    if identity.key is None:
         return f"new: {identity.reason}"
-    if folder.local is not None:
-        for attempt, marker in complete_attempts(LocalStorage(folder.local)):
-            manifest = Manifest.from_json(marker.body, folder.local / attempt.name)
-            if attempt.label == identity.key:
-                told = "its files are not all there" if identity.is_settled else f"it is older than {max_age_s:g} s"
-                return f"new: one is there, but {told}"
-            return f"new: {identity.differs_from(manifest.query, manifest.version)}"
+    if not (identity.is_settled or max_age_s):
+        return f"new: {identity.reason}; max_age_s= says how old an export may be taken"
+    for attempt, manifest in readable_exports(folder.folder()):
+        if attempt.label == identity.key:
+            told = "its files are not all there" if identity.is_settled else f"it is older than {max_age_s:g} s"
+            return f"new: one is there, but {told}"
+        told = identity.differs_from(manifest.query)
+        if not told and manifest.version != version:
+            of = "no version" if manifest.version is None else f"version {manifest.version}"
+            told = f"the newest that is there is of {of}"
+        return f"new: {told or 'the table was made again since'}"
     return "new: none is there"
+
+
+def readable_exports(folder: Path) -> Iterator[tuple[Attempt, Manifest]]:
+    """Yield the complete exports in the folder of a table, the newest first, but for those of other formats."""
+    for attempt, marker in complete_attempts(LocalStorage(folder)):
+        with contextlib.suppress(ExportError):
+            yield attempt, Manifest.from_json(marker.body, folder / attempt.name)
 
 
 def write_export(
@@ -209,9 +221,10 @@ def _seen(folder: Path, written: Written, schema: pa.Schema, name: str, show: bo
             if time.monotonic() > deadline or (written.names is not None and found > written.num_rows):
                 raise ExportError(_incomplete(folder, name, len(known), found, written.num_rows))
             time.sleep(0.2)
-    for path in folder.glob("*.parquet"):
-        if path.name not in names:
-            with_retries(path.unlink)
+    # strangers, and what committers and file systems leave: readers of the folder see the shards alone
+    for path in folder.iterdir():
+        if path.name not in names and not path.is_dir():
+            with_retries(partial(path.unlink, missing_ok=True))
     if names:
         return tuple(known[one] for one in names)
     # readers of "*.parquet" want a file, and some engines write none for no rows

@@ -77,7 +77,8 @@ def with_replay(
 def _means_the_same(source: Any, first: Prepared | None) -> bool:
     """Return whether a new session can be asked for the same table."""
     if first is not None:
-        return first.source.again is not None
+        # what a filter reads beside the table may be a temporary view's, or a variable of the session
+        return first.source.again is not None and first.source.is_repeatable
     return not isinstance(source, str) or is_path(source) or len(parse_name(source)) == 3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -62,9 +63,13 @@ def prune_exports(
         ExportNotFoundError, VolumeError: As in `list_exports`. What cannot be deleted is in the report.
     """
     if keep_versions is None and max_age_s is None:
-        raise ConfigError("nothing says which exports may go; give keep_versions, max_age_s, or both.")
-    if (keep_versions is not None and keep_versions < 1) or (max_age_s is not None and max_age_s < 0):
-        raise ConfigError(f"keep_versions is {keep_versions} and max_age_s {max_age_s}; give 1 or more, and 0 or more.")
+        raise ConfigError(
+            "nothing says which exports may go; give keep_versions (--keep-versions), max_age_s (--max-age), or both."
+        )
+    if keep_versions is not None and (type(keep_versions) is not int or keep_versions < 1):
+        raise ConfigError(f"keep_versions is {keep_versions!r}; give a whole number, 1 or more.")
+    if max_age_s is not None and (type(max_age_s) not in (int, float) or not 0 <= max_age_s < math.inf):
+        raise ConfigError(f"max_age_s is {max_age_s!r}; give a number of seconds, 0 or more.")
     exports = list_exports(root, table=table)
     kept = reasons_to_keep(exports, keep_versions=keep_versions, max_age_s=max_age_s)
     may_go = [info for info in exports if info.path not in kept]
@@ -96,8 +101,10 @@ def reasons_to_keep(
     queries: dict[str, list[ExportInfo]] = {}
     for info in exports:
         if info.state == "complete":
-            queries.setdefault(json.dumps([info.table, info.query], sort_keys=True), []).append(info)
-        elif info.state == "unreadable":
+            # of what nobody can ask for again, each is the only one
+            which = [info.table, info.query, info.path if info.identity is None else ""]
+            queries.setdefault(json.dumps(which, sort_keys=True), []).append(info)
+        elif info.state in ("unreadable", "no export"):
             kept[info.path] = f"it cannot be read: {info.problem}"
         elif info.num_holders:
             kept[info.path] = f"{info.state}, {_in_use(info.num_holders)}"
@@ -105,18 +112,23 @@ def reasons_to_keep(
             kept[info.path] = f"{info.state} less than {format_seconds(GRACE_S)} ago"
     for found in queries.values():
         found.sort(key=lambda info: info.age_s)
-        versions = sorted({info.version for info in found if info.version is not None}, reverse=True)
-        unpinned = [info.path for info in found if info.version is None]
+        # no other may go for the sake of one that is damaged
+        whole = [info for info in found if not info.problem]
+        versions = sorted({info.version for info in whole if info.version is not None}, reverse=True)
+        unpinned = [info.path for info in whole if info.version is None]
         for info in found:
-            newer = unpinned.index(info.path) if info.version is None else versions.index(info.version)
-            if info is found[0]:
+            if whole and info is whole[0]:
                 kept[info.path] = "the newest of its table and query"
+            elif not whole:
+                kept[info.path] = "damaged, but there is no other of its table and query"
             elif info.num_holders:
                 kept[info.path] = _in_use(info.num_holders)
-            elif keep_versions is not None and newer < keep_versions:
-                kept[info.path] = f"one of the {keep_versions} newest versions"
             elif max_age_s is not None and info.age_s < max_age_s:
                 kept[info.path] = f"younger than {format_seconds(max_age_s)}"
+            elif keep_versions is not None and not info.problem:
+                newer = unpinned.index(info.path) if info.version is None else versions.index(info.version)
+                if newer < keep_versions:
+                    kept[info.path] = f"one of the {keep_versions} newest versions"
     return kept
 
 
@@ -129,12 +141,19 @@ def remove_export(path: str | os.PathLike[str]) -> ExportInfo:
         VolumeError: It could not be deleted, or not all of it.
     """
     info = describe_export(path)
+    if info.state == "withdrawn":
+        raise ExportError(f"{info.path} is withdrawn already: no reader finds it, and its files go after its readers.")
     if info.state not in ("complete", "unreadable"):
         raise not_found(Path(info.path))
     kept: dict[str, str] = {}
     failed: dict[str, str] = {}
     _delete([info], kept, failed)
     for why in kept.values():
+        if describe_export(path).state == "withdrawn":
+            raise ExportError(
+                f"{info.path} is withdrawn, so that no reader finds it any more; {why}.\n"
+                "  Its files go with the next gc, or export of that table, an hour after its readers have ended."
+            )
         raise ExportError(
             f"{info.path} is not deleted: {why}.\n"
             "  Let its readers end, then try again. The hold of a process that was killed ends by itself in an hour."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,7 +14,7 @@ from bridge.columns.contract import TypeContract, type_contract
 from bridge.columns.rules import Rules
 from bridge.config import available_memory
 from bridge.display import format_bytes, format_count
-from bridge.distributed import local_world_size
+from bridge.distributed import local_world_size, world_size
 from bridge.errors import MissingDependencyError, TableTooLargeError
 from bridge.loading.files import local_files
 from bridge.loading.parquet import ExportedRowGroups, RowGroups, stream_row_groups
@@ -219,6 +220,8 @@ class Table:
     ) -> DataLoader:
         """Return an iterable over batches of tensors for training in this process, on either route.
 
+        Every rank of a process group gets all rows, and is warned of it.
+
         Args:
             batch_size: Rows of a batch.
             shuffle: Give the rows in another order each epoch, which is a function of `seed` and the epoch's number.
@@ -231,6 +234,12 @@ class Table:
         """
         from bridge.loading.loader import DataLoader
 
+        if world_size() > 1:
+            warnings.warn(
+                f"to_loader gives all rows, in the same order, on each of {world_size()} ranks. For a part on each: "
+                "datasets.distributed.split_dataset_by_node(table.to_huggingface(streaming=True), rank, world_size).",
+                RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
         return DataLoader(
             self._row_groups,
             batch_size=batch_size,
@@ -278,7 +287,7 @@ class Table:
 
     def __repr__(self) -> str:
         version = "" if self.version is None else f" version {self.version}"
-        filtered = f" where {self.receipt['where']}" if self.receipt["where"] else ""
+        filtered = "".join(f" {name} {self.receipt[name]}" for name in ("where", "limit") if self.receipt.get(name))
         where = f", {format_count(len(self.files))} file(s) in {self.path}" if self.manifest else ""
         what = f"{self.receipt['table']}{version}{filtered}"
         shape = f"{format_count(self.num_rows)} rows x {len(self.schema)} columns"

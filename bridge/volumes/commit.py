@@ -29,7 +29,7 @@ from typing import Any
 
 from bridge.errors import VolumeError
 from bridge.volumes.digest import digest_bytes
-from bridge.volumes.lease import GRACE_S, Lease, drop_stale_leases, has_leases, leased_ids, storage_time_ns
+from bridge.volumes.lease import GRACE_S, Lease, count_holders, drop_stale_leases, has_leases, storage_time_ns
 from bridge.volumes.storage import Storage, is_transient, wait_for_files
 
 WITHDRAWN = "_withdrawn"  # a file that says so
@@ -372,7 +372,7 @@ def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attem
     problems: list[VolumeError] = []
     with _translated(f"the leases of {storage} cannot be read"):
         now_ns = storage_time_ns(storage)
-        leased = leased_ids(storage, now_ns=now_ns, grace_s=grace_s)
+        leased = count_holders(storage, now_ns=now_ns, grace_s=grace_s)
     for attempt in found:
         try:
             is_leased = attempt.attempt_id in leased

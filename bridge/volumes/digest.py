@@ -53,5 +53,5 @@ def read_range(file: int, path: Path, start: int, target: memoryview, expected: 
     if digest_bytes(target) != expected:
         raise CorruptFileError(
             f"{path} is damaged: bytes {start} to {start + len(target)} differ from what was written.\n"
-            "  Restore the file, or write it again (an export: with reuse=False)."
+            "  Restore the file, or write it again (an export: with reuse=False, or --fresh)."
         )

@@ -137,11 +137,6 @@ def count_holders(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) ->
     return Counter(attempt_id for attempt_id, _ in held)
 
 
-def leased_ids(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> set[str]:
-    """Return the ids of the attempts that have a holder, as `count_holders` does."""
-    return set(count_holders(storage, now_ns=now_ns, grace_s=grace_s))
-
-
 def has_leases(storage: Storage) -> bool:
     """Return whether anything of ours is there, stale or not.
 

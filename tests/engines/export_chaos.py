@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 
 import bridge
+from bridge.manifest import Manifest, Shard
 from bridge.spark import write
 from bridge.spark.channel import import_client
 from bridge.spark.engines.process import free_port, serve
@@ -45,14 +46,18 @@ def export_round(remote: str, table: Path, root: Path, seed: int, *, longest_s: 
     """
     root.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    children = [forked(partial(_export_on, remote, table, root, seed * 10 + number)) for number in range(2)]
+    living = dict(forked(partial(_export_on, remote, table, root, seed * 10 + number)) for number in range(2))
     events: list[str] = []
-    for pid, reader in children:
-        ready = os.read(reader, len("ready\n"))
-        time.sleep(rng.uniform(0, longest_s))
-        os.kill(pid, signal.SIGKILL)
-        events += ended(pid, reader, expected=-signal.SIGKILL)
-        assert ready == b"ready\n"
+    try:
+        for pid in list(living):
+            assert os.read(living[pid], len("ready\n")) == b"ready\n"
+            time.sleep(rng.uniform(0, longest_s))
+            os.kill(pid, signal.SIGKILL)
+            events += ended(pid, living.pop(pid), expected=-signal.SIGKILL)
+    finally:
+        for pid, reader in living.items():
+            os.kill(pid, signal.SIGKILL)
+            events_and_status(pid, reader)
     check_exports(root, events)
     return len(events)
 
@@ -161,9 +166,10 @@ def publish_one(parent: Place, report: Report) -> None:
         (folder / "stranger.parquet").write_bytes(b"PAR1")
         return write.write_stream([ROWS[:1000], ROWS[1000:]], folder, ROWS.schema, Shape(num_shards=2), len(ROWS))
 
-    folder, _ = publish.publish(
-        parent, "chaos", "t", ROWS.schema, write_rows, lambda shards, _: make_manifest(shards, ROWS.schema)
-    )
+    def describe(shards: Sequence[Shard], _: Path) -> Manifest:
+        return make_manifest(shards, ROWS.schema, identity="chaos")
+
+    folder, _ = publish.publish(parent, "chaos", "t", ROWS.schema, write_rows, describe)
     report(f"exported {folder.name}")
 
 

@@ -148,7 +148,7 @@ def test_the_same_export_is_reused(any_engine: Any, mixed: str, tmp_path: Path) 
     other = bridge.export_table(mixed, tmp_path, where="b < 10", spark=any_engine.spark)
 
     assert len({first.path, other.path, afresh.path}) == 3
-    with pytest.raises(bridge.ExportNotFoundError, match="that hold different rows or columns"):
+    with pytest.raises(bridge.ExportNotFoundError, match="may hold different rows"):
         bridge.open_export(tmp_path)
 
 

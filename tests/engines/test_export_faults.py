@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime as dt
 import os
 import shutil
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from bridge.errors import CorruptFileError, ExportError
 from bridge.spark.connect import Connection
 from bridge.tables.inventory import verify_export
 from tests.engines.conftest import EngineUnderTest
+from tests.processes import busy_cores, eventually
 
 NUM_ROWS = 3000
 ROWS = f"""
@@ -219,6 +222,65 @@ def test_instants_within_others_that_are_written_as_int96_are_refused(
     assert bridge.list_exports(tmp_path) == []
 
 
+JULIAN = {"d": "DATE'1500-03-01'", "at": "timestamp_micros(-30000000000000000)", "now": "DATE'2024-02-29'"}
+
+
+@pytest.fixture
+def julian(apache: EngineUnderTest) -> Any:
+    """A session that writes the calendar of before 1582, as organisations set it for the sake of older readers."""
+    spark = apache.new_session("America/Los_Angeles")
+    spark.conf.set("spark.sql.parquet.datetimeRebaseModeInWrite", "LEGACY")
+    return spark
+
+
+def test_a_session_that_writes_the_julian_calendar(julian: Any, tmp_path: Path) -> None:
+    frame = julian.sql(f"SELECT {', '.join(f'{value} AS {name}' for name, value in JULIAN.items())}, NULL AS nothing")
+    expected = bridge.load_table(frame, route="collect").to_arrow()
+
+    exported = bridge.export_table(frame, tmp_path)
+
+    assert expected["d"].to_pylist() == [dt.date(1500, 3, 1)]
+    assert exported.to_arrow().equals(expected)
+    assert bridge.open_export(tmp_path).to_arrow().equals(expected)
+
+
+@pytest.mark.parametrize("name", ["d", "at"])
+def test_a_session_that_writes_the_julian_calendar_within_others(julian: Any, name: str, tmp_path: Path) -> None:
+    frame = julian.sql(f"SELECT array({JULIAN[name]}) AS days")
+
+    with pytest.raises(ExportError, match=r"(?s)'days.*Julian"):
+        bridge.export_table(frame, tmp_path)
+
+    assert bridge.list_exports(tmp_path) == []
+
+
+# --- an export that is not waited for
+
+
+def test_an_export_that_is_interrupted_leaves_nothing(engine: EngineUnderTest, tmp_path: Path) -> None:
+    endless = engine.spark.range(0, 10**10, 1, 1000).selectExpr("id", "sha2(CAST(id AS STRING), 256) AS text")
+
+    is_over = threading.Event()
+
+    def interrupt() -> None:
+        eventually(lambda: is_over.is_set() or any(tmp_path.glob("*/*-*/**/*.parquet")), within_s=60)
+        if not is_over.is_set():
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            bridge.export_table(endless, tmp_path, spark=engine.spark)
+    finally:
+        is_over.set()
+        thread.join()
+
+    (parent,) = tmp_path.iterdir()
+    assert [path.name for path in parent.iterdir()] == ["_leases"]
+    eventually(lambda: busy_cores() < 0.5)
+
+
 # --- which exports may be taken again
 
 
@@ -277,7 +339,7 @@ def test_only_who_shares_takes_the_export_of_another(sail: EngineUnderTest, user
     ours = again("ann", shared=True)
     assert len({anns.path, bobs.path, ours.path}) == 3
     assert bobs.plan is not None
-    assert bobs.plan.reuse_reason == "new: the one that is there is for ann, this is for bob"
+    assert bobs.plan.reuse_reason.endswith("is for ann, this is for bob")
     assert again("bob", shared=True).path == ours.path
     assert again("ann").path == anns.path
     assert again("bob").path == bobs.path

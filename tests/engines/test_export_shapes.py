@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import bridge
+from bridge.errors import BridgeError
 from tests.engines.conftest import EngineUnderTest
 
 NUM_ROWS = 6000
@@ -99,14 +100,14 @@ def test_a_limit_is_a_limit_in_every_shape(
 def test_there_are_as_many_shards_as_asked_for(
     engine: EngineUnderTest, name: str, export: Callable[..., bridge.Table]
 ) -> None:
-    num_shards = 37  # where shards of one length, rounded up, would be fewer
+    num_shards = 11  # 50 rows in shards of one length, rounded up, would be 10
     view = f"{name}_whole"
     engine.spark.sql(f"CREATE OR REPLACE VIEW {view} AS SELECT id FROM {name}")
     frame = engine.spark.table(name).groupBy("id").count()
 
     tables = [
         export(name, num_shards=num_shards),
-        export(name, where="id < 1000", num_shards=num_shards),
+        export(name, where="id < 50", num_shards=num_shards),
         export(view, num_shards=num_shards),
         export(frame, num_shards=num_shards),
         export(name, order_by="id", num_shards=num_shards),
@@ -159,6 +160,26 @@ def test_rows_are_sorted_through_the_files(
     assert all(before <= after for before, after in itertools.pairwise(keys))
     assert sorted(rows["id"].to_pylist()) == list(range(NUM_ROWS))
     assert len(table.files) > 1
+
+
+@pytest.mark.parametrize("size", [{"num_shards": 2}, {"shard_bytes": "8KiB"}], ids=str)
+def test_rows_may_be_sorted_by_an_array(
+    engine: EngineUnderTest, export: Callable[..., bridge.Table], size: dict[str, Any]
+) -> None:
+    frame = engine.spark.range(0, 1000, 1, 2).selectExpr("id", "array(id % 3, id % 2) AS pair")
+
+    rows = export(frame, order_by="pair", **size).to_arrow()
+
+    assert rows["pair"].to_pylist() == sorted(rows["pair"].to_pylist())
+    assert sorted(rows["id"].to_pylist()) == list(range(1000))
+
+
+@pytest.mark.parametrize("size", [{"num_shards": 2}, {"shard_bytes": "8KiB"}], ids=str)
+def test_what_cannot_be_sorted_by_is_told(apache: EngineUnderTest, tmp_path: Path, size: dict[str, Any]) -> None:
+    frame = apache.spark.range(10).selectExpr("map('k', id) AS pairs")
+
+    with pytest.raises(BridgeError, match="pairs"):
+        bridge.export_table(frame, tmp_path, order_by="pairs", spark=apache.spark, **size)
 
 
 # --- mixed

@@ -13,7 +13,7 @@ import pytest
 
 from bridge.errors import VolumeError
 from bridge.volumes.commit import attempts, begin, collect_garbage, complete_attempts, delete_attempt
-from bridge.volumes.lease import Lease, leased_ids
+from bridge.volumes.lease import Lease, count_holders
 from bridge.volumes.stores import LocalStorage
 from tests.processes import eventually
 from tests.volumes.mount import Volume
@@ -115,7 +115,7 @@ def test_a_lease_holds_while_listings_lag(mount_volume: Callable[..., Volume]) -
     held.start()
 
     def is_seen() -> bool:
-        return leased_ids(storage, now_ns=held.started_ns) == {"0123456789ab"}
+        return set(count_holders(storage, now_ns=held.started_ns)) == {"0123456789ab"}
 
     try:
         eventually(is_seen)

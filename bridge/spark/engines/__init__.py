@@ -16,7 +16,7 @@ class Pin:
     """Which state of a table is read.
 
     `version` is None where none can be held fast; `reason` then says why. `fingerprint` tells two tables apart that
-    have the same name and version, as after a drop and a new start.
+    have the same name and version, as after a drop and a new start; of a view it is its text.
     """
 
     version: int | None

@@ -57,10 +57,12 @@ def test_ls_shows_what_is_complete_and_what_is_not(run: Run, tmp_path: Path) -> 
 
     assert result.exit_code == 0, result.output
     header, _, first, second, _, other, _, third, _, total = fields(result.stdout)
-    assert header == ["table", "version", "rows", "shards", "size", "owner", "age", "in", "use", "folder"]
+    assert header == ["table", "version", "rows", "shards", "size", "owner", "age", "in", "use", "what", "folder"]
     line = ["main.ml.t", "4", "2,000", "2", *size(young).split(), "someone@example.com"]
-    assert first == [*line, "3", "h", "00", "min", "no", str(young)]
-    assert second[6:] == ["someone@example.com", "40", "days", "by", "1", str(old)]
+    assert first[:-1] == [*line, "3", "h", "00", "min", "no", "2", "columns"]
+    assert first[-1] == str(young)
+    assert second[6:11] == ["someone@example.com", "40", "days", "by", "1"]
+    assert second[-1] == str(old)
     assert other == ["not", "complete", "size", "age", "in", "use", "note", "folder"]
     assert (third[:4], third[-1]) == (["left", "behind", "0", "B"], str(left))
     assert total[:2] == ["2", "exports,"]

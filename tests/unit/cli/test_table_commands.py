@@ -105,9 +105,9 @@ def test_export_prints_its_folder_last_and_is_reused(run: Run, tmp_path: Path) -
     first = run("export", "main.demo.small", tmp_path)
     assert first.exit_code == 0, first.output
     assert first.stdout.splitlines()[0].startswith("main.demo.small version 0: 4 rows, 1 shard, ")
-    assert first.stdout.splitlines()[0].endswith(", new")
+    assert first.stdout.splitlines()[1] == "new: none is there"
     folder = first.stdout.splitlines()[-1]
     assert bridge.open_export(folder).num_rows == 4
     second = run("export", "main.demo.small", tmp_path)
-    assert second.stdout.splitlines()[0].endswith(", reused")
+    assert second.stdout.splitlines()[1] == f"reused: {folder}"
     assert second.stdout.splitlines()[-1] == folder

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,19 +31,31 @@ def test_sizes_are_sizes() -> None:
         ({"num_shards": 2.0}, r"num_shards is 2\.0; give"),
         ({"shuffle_at_write": True}, "shuffle_at_write is True; give a seed"),
         ({"shuffle_at_write": -1}, "shuffle_at_write is -1; give a seed"),
+        ({"shuffle_at_write": 2**31}, "shuffle_at_write is 2147483648; give a seed"),
         ({"order_by": "a", "shuffle_at_write": 1}, "rows are either sorted or mixed"),
     ],
 )
 def test_shapes_that_make_no_sense(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ConfigError, match=message):
         Shape.checked(**arguments)
 
 
+def test_numbers_of_numpy_are_numbers() -> None:
+    shape = Shape.checked(num_shards=np.int64(2), shuffle_at_write=np.uint8(7))  # type: ignore[arg-type]
+
+    assert shape == Shape(num_shards=2, shuffle_at_write=7)
+    assert shape.to_json() == {"num_shards": 2, "row_group_bytes": 64 << 20, "shuffle_at_write": 7}
+
+
 def test_sort_columns_are_spelled_as_the_table_does() -> None:
-    assert Shape.checked(order_by="a").spelled(["A", "b"]).order_by == ("A",)
-    assert Shape.checked(order_by=["B", "a"]).spelled(["A", "b"]).order_by == ("b", "A")
-    with pytest.raises(SourceError, match=r"order_by names 'c', which is not read\.\n  There is: A, b\."):
-        Shape.checked(order_by="c").spelled(["A", "b"])
+    schema = pa.schema([("A", pa.int64()), ("b", pa.string()), ("m", pa.map_(pa.string(), pa.string()))])
+
+    assert Shape.checked(order_by="a").spelled(schema).order_by == ("A",)
+    assert Shape.checked(order_by=["B", "a"]).spelled(schema).order_by == ("b", "A")
+    with pytest.raises(SourceError, match=r"order_by names 'c', which is not read\.\n  There is: A, b, m\."):
+        Shape.checked(order_by="c").spelled(schema)
+    with pytest.raises(SourceError, match="order_by names 'm', a map, by which Spark cannot sort"):
+        Shape.checked(order_by="m").spelled(schema)
 
 
 EVEN = [3_000_000] * 100

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 
 import bridge
-from bridge.errors import ExportError, ExportNotFoundError, VolumeError
+from bridge.errors import ExportError, ExportNotFoundError, SourceError, VolumeError
 from bridge.tables.identity import Identity
 from bridge.tables.publish import export_folder, find_reusable, why_new
 from bridge.volumes.commit import begin, complete_attempts
@@ -43,7 +43,7 @@ def test_a_root_that_readers_would_expand_is_refused(tmp_path: Path) -> None:
 
 
 def find(place: Place, key: str | None, max_age_s: float | None = None, *, is_settled: bool = True) -> Any:
-    return find_reusable(place, Identity({}, 3, key, is_settled, "a view has no version"), max_age_s)
+    return find_reusable(place, Identity({}, key, is_settled, "a view has no version"), max_age_s)
 
 
 def test_what_may_have_changed_is_reused_only_while_it_is_young(tmp_path: Path) -> None:
@@ -59,18 +59,21 @@ def test_what_may_have_changed_is_reused_only_while_it_is_young(tmp_path: Path) 
 
 def test_why_an_export_is_new(tmp_path: Path) -> None:
     def why(key: str | None, query: dict[str, Any], version: int | None = 3, *, is_settled: bool = True) -> str:
-        return why_new(locate(tmp_path), Identity(query, version, key, is_settled, "a view has no version"), None)
+        return why_new(locate(tmp_path), Identity(query, key, is_settled, "a view has no version"), version, None)
 
     assert why("a", {}) == "new: none is there"
     folder, manifest = make_export(tmp_path, [TABLE], label="a" * 32, query={"user": "ann", "columns": ["n"]})
     same = dict(manifest.query)
-    assert why(None, same) == why("a", same, is_settled=False) == "new: a view has no version"
+    assert why(None, same) == "new: a view has no version"
+    assert why("a", same, is_settled=False) == (
+        "new: a view has no version; max_age_s= says how old an export may be taken"
+    )
     assert why("b", same, 4) == "new: the newest that is there is of version 3"
     assert why("b", same) == "new: the table was made again since"
     assert why("b", {**same, "columns": ["m"]}) == "new: the newest that is there differs in columns"
-    assert why("b", {**same, "user": "bob"}) == "new: the one that is there is for ann, this is for bob"
+    assert why("b", {**same, "user": "bob"}) == "new: the newest that is there is for ann, this is for bob"
     assert why("b", {**same, "user": None}) == (
-        "new: the one that is there is for ann, this is for all who say shared=True"
+        "new: the newest that is there is for ann, this is for all who say shared=True"
     )
     (folder / "part-00000.parquet").unlink()
     assert why("a" * 32, same) == "new: one is there, but its files are not all there"
@@ -165,18 +168,44 @@ def test_exports_of_other_rows_are_not_taken_for_the_table(tmp_path: Path) -> No
     parent = tmp_path / "t"
     query = {"columns": ["n"], "where": None, "limit": None, "user": "ann"}
     whole, _ = make_export(parent, [TABLE], query=query)
-    newer, _ = make_export(parent, [TABLE], query={**query, "user": "bob"})
+    newer, _ = make_export(parent, [TABLE], query={**query, "shard_bytes": 5})
     assert bridge.open_export(tmp_path).path == str(newer)
     some, _ = make_export(parent, [TABLE], query={**query, "where": "n<5"}, version=4)
 
     with pytest.raises(
         ExportNotFoundError,
-        match=rf"holds exports of main\.ml\.t that hold different rows or columns\. Open one by its own folder.*"
-        rf"\n  columns n; where n<5: {some}\n  columns n: {newer}",
+        match=rf"holds exports of main\.ml\.t that may hold different rows\. Open one by its own folder.*"
+        rf"\n  where n<5: {some}\n  where None: {newer}",
     ):
         bridge.open_export(tmp_path)
     assert bridge.open_export(whole).path == str(whole)
     assert bridge.open_export(tmp_path, version=3).path == str(newer)
+
+
+@pytest.mark.parametrize("version", ["0", True, 1.0])
+def test_a_version_is_a_number(tmp_path: Path, version: Any) -> None:
+    with pytest.raises(SourceError, match=r"version is .*; give a whole number"):
+        bridge.open_export(tmp_path, version=version)
+
+
+@pytest.mark.parametrize("fact", ["user", "time_zone", "address", "confs"])
+def test_exports_of_others_are_not_taken_for_ones_own(tmp_path: Path, fact: str) -> None:
+    query = {"columns": ["n"], "where": None, fact: "one"}
+    one, _ = make_export(tmp_path / "t", [TABLE], query=query)
+    other, _ = make_export(tmp_path / "t", [TABLE], query={**query, fact: "other"})
+
+    with pytest.raises(
+        ExportNotFoundError, match=rf"may hold different rows.*\n  {fact} other: {other}\n  {fact} one: {one}"
+    ):
+        bridge.open_export(tmp_path)
+
+
+def test_each_dataframe_is_another(tmp_path: Path) -> None:
+    for _ in range(2):
+        make_export(tmp_path / "t", [TABLE], table="DataFrame", identity=None, query={"columns": ["n"]})
+
+    with pytest.raises(ExportNotFoundError, match="may hold different rows"):
+        bridge.open_export(tmp_path)
 
 
 def test_a_folder_of_one_export_must_be_the_one_asked_for(tmp_path: Path) -> None:
@@ -199,8 +228,9 @@ def test_a_newer_format_is_told(tmp_path: Path) -> None:
         newer.commit({**marker.body, "format_version": 99}, {})
 
     with pytest.raises(ExportError, match="has manifest format 99; this version reads 1"):
-        bridge.open_export(tmp_path)
+        bridge.open_export(tmp_path / "t" / newer.name)
     assert bridge.open_export(folder).manifest == manifest
+    assert bridge.open_export(tmp_path).path == str(folder)
 
 
 def test_whole_tables_that_do_not_fit_are_refused_and_streams_are_not(

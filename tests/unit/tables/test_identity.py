@@ -6,11 +6,14 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from bridge.spark.engines import Pin
 from bridge.spark.shape import Shape
 from bridge.tables.identity import Identity, normalized
+
+SCHEMA = pa.schema([("a", pa.string()), ("b", pa.int64())])
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class Asked:
     is_temporary: bool = False
     where_is_text: bool = True
     engine: On = field(default_factory=On)
+    asked_at: str | None = None
+    schema: pa.Schema = SCHEMA
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class At:
     address: str = "embedded"
     user: str = "someone"
     time_zone: str = "UTC"
+    confs: Any = field(default_factory=dict)
 
 
 def identity_of(asked: Asked | None = None, at: At | None = None, shape: Shape | None = None, **given: Any) -> Identity:
@@ -71,6 +77,8 @@ def test_the_same_facts_are_the_same_export() -> None:
         {"at": At(address="sc://elsewhere")},
         {"at": At(user="another")},
         {"at": At(time_zone="America/New_York")},
+        {"at": At(confs={"spark.sql.ansi.enabled": "false"})},
+        {"asked": Asked(schema=pa.schema([("a", pa.string()), ("b", pa.string())]))},
         {"shape": Shape(shard_bytes=1001)},
         {"shape": Shape(row_group_bytes=101)},
         {"shape": Shape(num_shards=3)},
@@ -110,22 +118,47 @@ def test_what_may_have_changed_has_an_identity_for_a_time(asked: Asked, reason: 
     assert identity_of(asked) == made
 
 
+UNKNOWN = Pin(None, None, "the engine does not tell")
+
+
+def test_another_version_or_time_is_another_export_where_none_is_pinned() -> None:
+    asked = [
+        Asked(pin=UNKNOWN, asked_at="2024-01-01"),
+        Asked(pin=UNKNOWN, asked_at="2024-01-02"),
+        Asked(pin=UNKNOWN),
+        Asked(pin=Pin(1, None, "no history")),
+        Asked(pin=Pin(2, None, "no history")),
+    ]
+
+    assert len({identity_of(each).key for each in asked}) == 5
+
+
+@pytest.mark.parametrize("name", ["ignoreMissingFiles", "ignoreCorruptFiles"])
+def test_rows_that_may_be_left_out_are_not_settled(name: str) -> None:
+    made = identity_of(at=At(confs={f"spark.sql.files.{name}": "true"}))
+
+    assert (made.is_settled, made.reason) == (False, f"spark.sql.files.{name} is on, so rows may be left out")
+    assert identity_of(at=At(confs={f"spark.sql.files.{name}": "false"})).is_settled
+
+
 def test_names_of_an_engine_of_ones_own_are_not_those_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     view = Asked(pin=Pin(None, None, "a view has no version"))
     elsewhere = Asked(pin=Pin(None, None, "a view has no version"), engine=On(is_here=False))
-    before = identity_of(view).key, identity_of(elsewhere).key, identity_of().key
+    tunnel = At(address="sc://localhost:15002")
+    before = identity_of(view).key, identity_of(elsewhere).key, identity_of().key, identity_of(elsewhere, tunnel).key
 
     monkeypatch.setattr("platform.node", lambda: "another")
 
     assert identity_of(view).key != before[0]
-    assert (identity_of(elsewhere).key, identity_of().key) == before[1:]
+    assert (identity_of(elsewhere).key, identity_of().key) == before[1:3]
+    assert identity_of(elsewhere, tunnel).key != before[3]
 
 
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (Asked(pin=Pin(None, None, "a DataFrame's plan has no version"), is_temporary=True), "nobody else can name it"),
-        (Asked(where="(a > 1)", where_is_text=False, is_repeatable=False), "a filter given as a Column"),
+        (Asked(pin=Pin(None, None, "a DataFrame's plan has no version"), is_temporary=True), "exported anew each time"),
+        (Asked(where="(a > 1)", where_is_text=False, is_repeatable=False), "give it as text"),
     ],
     ids=str,
 )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import subprocess
 import sys
@@ -69,7 +70,28 @@ def outcome(report: bridge.PruneReport) -> tuple[list[str], dict[str, str], dict
 
 def info(version: int | None, age_s: float, **facts: Any) -> ExportInfo:
     return ExportInfo(**{"path": f"{version}-{age_s}", "state": "complete", "age_s": age_s, "table": "t",
-                         "version": version, **facts})  # fmt: skip
+                         "identity": "k", "version": version, **facts})  # fmt: skip
+
+
+def test_no_whole_export_goes_for_the_sake_of_a_damaged_one() -> None:
+    exports = [
+        info(3, 10, problem="a shard is gone"),
+        info(2, 20),
+        info(1, 30),
+        info(4, 40, query={"limit": 1}, problem="gone"),
+    ]
+
+    assert reasons_to_keep(exports, keep_versions=1, max_age_s=None) == {
+        "2-20": "the newest of its table and query",
+        "4-40": "damaged, but there is no other of its table and query",
+    }
+    assert "3-10" in reasons_to_keep(exports, keep_versions=1, max_age_s=15)
+
+
+def test_what_nobody_can_ask_for_again_is_the_only_one() -> None:
+    exports = [info(None, age, identity=None) for age in (10, 20)]
+
+    assert set(reasons_to_keep(exports, keep_versions=1, max_age_s=None)) == {"None-10", "None-20"}
 
 
 def test_the_newest_versions_of_each_table_and_query_stay() -> None:
@@ -154,9 +176,14 @@ def test_the_newest_and_what_is_held_always_stay(
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({}, "nothing says which exports may go; give keep_versions, max_age_s, or both"),
-        ({"keep_versions": 0}, "keep_versions is 0 and max_age_s None; give 1 or more, and 0 or more"),
-        ({"max_age_s": -1}, "keep_versions is None and max_age_s -1; give 1 or more, and 0 or more"),
+        ({}, "nothing says which exports may go; give keep_versions \\(--keep-versions\\), max_age_s"),
+        ({"keep_versions": 0}, "keep_versions is 0; give a whole number, 1 or more"),
+        ({"max_age_s": -1}, "max_age_s is -1; give a number of seconds"),
+        ({"keep_versions": True}, "keep_versions is True; give a whole number"),
+        ({"keep_versions": "1"}, "keep_versions is '1'; give a whole number"),
+        ({"max_age_s": math.nan}, "max_age_s is nan; give a number of seconds"),
+        ({"max_age_s": math.inf}, "max_age_s is inf; give a number of seconds"),
+        ({"max_age_s": "30d"}, "max_age_s is '30d'; give a number of seconds"),
     ],
 )
 def test_rules_are_checked_first(tmp_path: Path, rules: dict[str, Any], message: str) -> None:
