@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -17,9 +18,11 @@ from bridge.volumes.digest import digest_ranges
 
 FORMAT_VERSION = 1
 
+_JULIAN = b"org.apache.spark.legacyDateTime"
 
-class Int96Error(ExportError):
-    """Instants were written as INT96, of which years before 1677 and after 2262 do not survive reading."""
+
+class LostTimesError(ExportError):
+    """Times were written in a form in which they cannot be read back: as INT96, or in the Julian calendar."""
 
 
 @dataclass(frozen=True)
@@ -102,27 +105,35 @@ def encode_schema(schema: pa.Schema) -> str:
     return base64.b64encode(schema.serialize().to_pybytes()).decode()
 
 
-def describe_shard(path: Path, schema: pa.Schema | None = None, as_micros: Collection[str] = ()) -> Shard:
+def describe_shard(path: Path, schema: pa.Schema | None = None, as_integers: Collection[str] = ()) -> Shard:
     """Read the footer of a file and digest each row group.
 
     Args:
         schema: What the columns are to be; None: whatever they are.
-        as_micros: Columns of instants that are to stand as integers of microseconds.
+        as_integers: Columns of dates and instants that are to stand as days and microseconds since 1970.
 
     Raises:
-        Int96Error: A column is INT96.
+        LostTimesError: A column of times is INT96, or in the Julian calendar.
         ExportError: The columns are not those of `schema`, or of types that do not hold the same values.
     """
     num_bytes = path.stat().st_size
     footer = pq.read_metadata(path)
+    # Spark says so in the footer, where its session has spark.sql.parquet.datetimeRebaseModeInWrite=LEGACY
+    is_julian = _JULIAN in (footer.metadata or {})
     for index in range(len(footer.schema)):
-        if footer.schema.column(index).physical_type == "INT96":
-            raise Int96Error(
-                f"{path.name}: column {footer.schema.column(index).path!r} was written as INT96, which loses years "
-                "outside 1677 to 2262.\n  The server ignored the write option; cast the column to a microsecond type."
+        column = footer.schema.column(index)
+        if column.physical_type == "INT96":
+            raise LostTimesError(
+                f"{path.name}: column {column.path!r} was written as INT96, which loses years outside 1677 to 2262.\n"
+                "  The server ignored the write option; cast the column to a microsecond type."
+            )
+        if is_julian and _is_rebased(column):
+            raise LostTimesError(
+                f"{path.name}: column {column.path!r} is in the Julian calendar, which moves days before 1582.\n"
+                "  Set spark.sql.parquet.datetimeRebaseModeInWrite to CORRECTED in the session."
             )
     if schema is not None:
-        _check_types(path.name, footer.schema.to_arrow_schema(), schema, as_micros)
+        _check_types(path.name, footer.schema.to_arrow_schema(), schema, as_integers)
     # Each range starts where the one before ends, so that no byte of the file goes unchecked.
     ranges, position = [], 0
     for index in range(footer.num_row_groups):
@@ -138,11 +149,18 @@ def describe_shard(path: Path, schema: pa.Schema | None = None, as_micros: Colle
     return Shard(path.name, footer.num_rows, num_bytes, groups, digests[-1])
 
 
-def _check_types(name: str, found: pa.Schema, wanted: pa.Schema, as_micros: Collection[str]) -> None:
+def _is_rebased(column: Any) -> bool:
+    told = json.loads(column.logical_type.to_json())
+    return told.get("Type") == "Date" or (told.get("Type") == "Timestamp" and bool(told.get("isAdjustedToUTC")))
+
+
+def _check_types(name: str, found: pa.Schema, wanted: pa.Schema, as_integers: Collection[str]) -> None:
     if found.names != wanted.names:
         raise ExportError(f"{name} holds the columns {', '.join(found.names)}, not {', '.join(wanted.names)}.")
     for column, field in zip(found, wanted, strict=True):
-        expected = pa.int64() if field.name in as_micros else field.type
+        expected = field.type
+        if field.name in as_integers:
+            expected = pa.int32() if pa.types.is_date(field.type) else pa.int64()
         if not _holds(column.type, expected):
             raise ExportError(f"{name}: column {field.name!r} was written as {column.type}, not as {expected}.")
 

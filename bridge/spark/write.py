@@ -9,13 +9,11 @@ import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from bridge.columns.contract import conform
@@ -28,21 +26,19 @@ from bridge.spark.read import run_within, stream_batches
 from bridge.spark.shape import Shape, fitted
 from bridge.spark.size import COUNT_TIMEOUT_S, Size, assumed_width
 from bridge.spark.source import Source
+from bridge.spark.stream import COMPRESSION, SAMPLE_ROWS, Written, repeated, write_stream
 from bridge.volumes.path import Place
-from bridge.volumes.stores import flush_file
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
 
-COMPRESSION = "zstd"
 # Apache Spark's own
 _COMPRESSION_LEVEL = 3
 
 # Without it timestamps are INT96, of which the year 1600 reads back as 2184. Only the dotted form works.
 _TIMESTAMPS = ("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
 
-# Bytes of a row in a file are told by this many rows, or as many as this many bytes of Arrow hold.
-_SAMPLE_ROWS = 65_536
+# Bytes of a row in a file are told by so many rows, or as many as so many bytes of Arrow hold.
 _SAMPLE_BYTES = 32 << 20
 
 # Rows that stay together when rows are dealt to shards.
@@ -51,31 +47,19 @@ _DEALT_ROWS = 1000
 _PARTITIONS_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True)
-class Written:
-    """How many rows were written by another count than that of the files.
-
-    `names` are the files in the order of their rows; None where Spark wrote them, which tells it by a listing.
-    `as_micros` names the columns of instants that stand as integers of microseconds.
-    """
-
-    num_rows: int
-    names: tuple[str, ...] | None = None
-    as_micros: frozenset[str] = frozenset()
-
-
 def write_shards(
-    source: Source, place: Place, shape: Shape, size: Size, *, as_micros: bool = False, show: bool | None = None
+    source: Source, place: Place, shape: Shape, size: Size, *, as_integers: bool = False, show: bool | None = None
 ) -> Written:
     """Write the rows of `source.frame` into the new folder `place`.
 
     Args:
         size: What is known of the rows. What a shape needs and is not known is asked for.
-        as_micros: Whether instants are written as integers, for a server that writes them as INT96 whatever it is told.
+        as_integers: Whether dates and instants are written as integers, for a server that writes them in a form that
+            loses some, whatever it is told.
         show: Whether progress is shown; None: where someone can see it.
     """
     if source.engine.spark_writes:
-        return _spark_shards(source, place, shape, size, as_micros, show)
+        return _spark_shards(source, place, shape, size, as_integers, show)
     folder = place.folder()
     folder.mkdir(parents=True)
     num_rows = None if shape.num_shards is None else _num_rows(source, size)
@@ -113,13 +97,13 @@ def _with_key(frame: DataFrame, seed: int) -> tuple[DataFrame, str, list[str]]:
 
 
 def _spark_shards(
-    source: Source, place: Place, shape: Shape, size: Size, as_micros: bool, show: bool | None
+    source: Source, place: Place, shape: Shape, size: Size, as_integers: bool, show: bool | None
 ) -> Written:
     from pyspark.sql import Observation
     from pyspark.sql.connect import functions as F
 
     with translated(source.name):
-        frame, converted = _as_micros(source.frame) if as_micros else (source.frame, frozenset())
+        frame, converted = _as_integers(source.frame) if as_integers else (source.frame, frozenset())
         frame, most_rows = _laid_out(frame, source, shape, size)
     observation = Observation()
     write = (
@@ -194,7 +178,7 @@ def _partition_rows(source: Source) -> list[int]:
 def _file_bytes(source: Source, shape: Shape, size: Size) -> float:
     """Return about how many bytes a row takes in a file: those of the table's first rows, written as Spark would."""
     width = size.row_bytes or assumed_width(source.schema)
-    most = min(_SAMPLE_ROWS, int(_SAMPLE_BYTES // max(width, 1.0)) + 1)
+    most = min(SAMPLE_ROWS, int(_SAMPLE_BYTES // max(width, 1.0)) + 1)
     rows = run_within(source.unfiltered.limit(most), COUNT_TIMEOUT_S)
     if rows is None or rows.num_rows == 0:
         return max(1.0, width / 2)
@@ -205,7 +189,7 @@ def _file_bytes(source: Source, shape: Shape, size: Size) -> float:
         rows = rows.take(np.random.default_rng(0).permutation(rows.num_rows))
     sink = io.BytesIO()
     options = {"compression": COMPRESSION, "compression_level": _COMPRESSION_LEVEL}
-    pq.write_table(rows, sink, use_dictionary=_repeated(rows), **options)
+    pq.write_table(rows, sink, use_dictionary=repeated(rows), **options)
     footer = pq.read_metadata(sink)
     in_file = sum(
         footer.row_group(group).column(column).total_compressed_size
@@ -255,16 +239,18 @@ def _dealing_key(source: Source, count: int, number: Column) -> Column:
     return F.element_at(F.lit([keys[each] for each in range(count)]), number.cast("int") + 1).cast("bigint")
 
 
-def _as_micros(frame: DataFrame) -> tuple[DataFrame, frozenset[str]]:
-    """Return the frame with its columns of instants as integers of microseconds since 1970, and their names."""
+def _as_integers(frame: DataFrame) -> tuple[DataFrame, frozenset[str]]:
+    """Return the frame with dates as days and instants as microseconds since 1970, and the names of these columns."""
     from pyspark.sql.connect import functions as F
-    from pyspark.sql.types import TimestampType
+    from pyspark.sql.types import DateType, TimestampType
 
-    names = frozenset(field.name for field in frame.schema.fields if isinstance(field.dataType, TimestampType))
+    convert = {DateType: F.unix_date, TimestampType: F.unix_micros}
+    kinds = {field.name: type(field.dataType) for field in frame.schema.fields}
     columns = [
-        F.unix_micros(quote(name)).alias(name) if name in names else F.col(quote(name)) for name in frame.columns
+        convert[kind](quote(name)).alias(name) if kind in convert else F.col(quote(name))
+        for name, kind in kinds.items()
     ]
-    return frame.select(*columns), names
+    return frame.select(*columns), frozenset(name for name, kind in kinds.items() if kind in convert)
 
 
 def listed_shards(folder: Path) -> list[str]:
@@ -287,131 +273,3 @@ def listed_shards(folder: Path) -> list[str]:
 def _natural(name: str) -> tuple[int, ...]:
     """Sort `part-00002-...-c000` by partition, then by the file within it."""
     return tuple(int(number) for number in re.findall(r"^part-(\d+)|-c(\d+)\.", name) for number in number if number)
-
-
-def write_stream(
-    batches: Iterable[pa.Table], folder: Path, schema: pa.Schema, shape: Shape, num_rows: int | None = None
-) -> Written:
-    """Write the rows of `batches` as shards into `folder`, in their order; little more than a row group is in memory.
-
-    Args:
-        num_rows: How many rows are to come, for a shape of so many shards; what comes beyond goes into the last one.
-    """
-    shards = _Shards(folder, schema, shape, num_rows)
-    count = 0
-    try:
-        for batch in batches:
-            count += batch.num_rows
-            shards.add(batch)
-        shards.finish()
-    finally:
-        shards.close()
-    return Written(count, tuple(shards.names))
-
-
-def _repeated(rows: pa.Table) -> list[str] | bool:
-    """Return the Parquet columns for which a dictionary may pay: those of which half the values are repeated.
-
-    Spark gives others up at once; pyarrow goes on until a dictionary has grown to a megabyte, in every row group, which
-    took 1.7 times as long for larger files.
-    """
-    some = rows.slice(0, _SAMPLE_ROWS)
-    names = [
-        name
-        for name, column in zip(some.column_names, some.columns, strict=True)
-        if _is_uncounted(column.type) or 2 * pc.count_distinct(column).as_py() <= some.num_rows
-    ]
-    sink = io.BytesIO()
-    pq.write_table(rows.schema.empty_table(), sink)
-    leaves = pq.read_metadata(sink).schema
-    paths = [leaves.column(index).path for index in range(len(leaves))]
-    return [path for path in paths if any(path == name or path.startswith(f"{name}.") for name in names)] or False
-
-
-def _is_uncounted(arrow: pa.DataType) -> bool:
-    return bool(pa.types.is_nested(arrow) or pa.types.is_null(arrow))
-
-
-class _Shards:
-    """Cuts a stream of rows into row groups, and these into shards."""
-
-    def __init__(self, folder: Path, schema: pa.Schema, shape: Shape, num_rows: int | None) -> None:
-        self.names: list[str] = []
-        self._folder = folder
-        self._schema = schema
-        self._shape = shape
-        self._num_rows = num_rows
-        # a shard holds a row at least
-        self._count = min(shape.num_shards or 1, max(num_rows or 0, 1))
-        self._writer: pq.ParquetWriter | None = None
-        self._file: pa.OSFile
-        self._pending: list[pa.Table] = []
-        self._pending_bytes = self._taken = 0
-        # bytes in a file for one of Arrow, by what was written so far
-        self._ratio = 1.0
-        self._dictionaries: list[str] | bool | None = None
-
-    def add(self, batch: pa.Table) -> None:
-        """Take rows, and write a row group when there are enough."""
-        while batch.num_rows:
-            room = self._room()
-            take = batch.num_rows if room is None else min(room, batch.num_rows)
-            self._pending.append(batch.slice(0, take))
-            self._pending_bytes += round(batch.nbytes * take / batch.num_rows)
-            self._taken += take
-            batch = batch.slice(take)
-            if self._pending_bytes >= self._group_bytes() or take == room:
-                self._write_row_group()
-
-    def finish(self) -> None:
-        """Write what is left. There is a file even where there are no rows."""
-        if self._pending or not self.names:
-            self._write_row_group()
-        self.close()
-
-    def close(self) -> None:
-        """Close the file that is open."""
-        if self._writer is not None:
-            writer, self._writer = self._writer, None
-            with self._file as file:
-                writer.close()
-                flush_file(file.fileno(), self._folder / self.names[-1])
-
-    def _room(self) -> int | None:
-        """Return how many rows the shard still takes, None where its bytes decide, or it is the last."""
-        started = len(self.names) + (self._writer is None)
-        if self._num_rows is None or started >= self._count:
-            return None
-        return started * self._num_rows // self._count - self._taken
-
-    def _group_bytes(self) -> float:
-        """Return at how many bytes of Arrow a row group is written, so that a shard ends near its size."""
-        if self._num_rows is not None:
-            return self._shape.row_group_bytes
-        left = self._shape.shard_bytes - self._size()
-        return max(1.0, min(self._shape.row_group_bytes, left / self._ratio))
-
-    def _size(self) -> int:
-        # not by its name: a volume may not show a file that is being written
-        return int(self._file.tell()) if self._writer is not None else 0
-
-    def _write_row_group(self) -> None:
-        rows = pa.concat_tables([self._schema.empty_table(), *self._pending])
-        if self._dictionaries is None:
-            self._dictionaries = _repeated(rows)
-        if self._writer is None:
-            self.names.append(f"part-{len(self.names):05d}.parquet")
-            self._file = pa.OSFile(str(self._folder / self.names[-1]), "w")
-            self._writer = pq.ParquetWriter(
-                self._file, self._schema, compression=COMPRESSION, use_dictionary=self._dictionaries
-            )
-        if not self._pending:
-            return
-        before = self._size()
-        self._writer.write_table(rows, row_group_size=rows.num_rows)
-        size = self._size()
-        self._ratio = max((size - before) / max(rows.nbytes, 1), 1e-6)
-        self._pending, self._pending_bytes = [], 0
-        is_full = size >= 0.98 * self._shape.shard_bytes if self._num_rows is None else self._room() == 0
-        if is_full:
-            self.close()

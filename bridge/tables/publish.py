@@ -19,13 +19,14 @@ import pyarrow.parquet as pq
 from bridge.columns.rules import Rules
 from bridge.errors import ExportError, VolumeError
 from bridge.loading.parquet import ExportedRowGroups
-from bridge.manifest import Int96Error, Manifest, Shard, describe_shard, encode_schema
+from bridge.manifest import LostTimesError, Manifest, Shard, describe_shard, encode_schema
 from bridge.progress import progress_bar
 from bridge.spark.connect import Connection
 from bridge.spark.shape import Shape
 from bridge.spark.size import Size
 from bridge.spark.source import Source
-from bridge.spark.write import Written, listed_shards, write_shards, write_stream
+from bridge.spark.stream import Written, write_stream
+from bridge.spark.write import listed_shards, write_shards
 from bridge.tables.identity import Identity
 from bridge.tables.receipt import make_receipt
 from bridge.volumes.commit import Attempt, begin, collect_garbage, complete_attempts
@@ -134,17 +135,17 @@ def write_export(
         policies = bind(folder, manifest, rules).to_json()
         return replace(manifest, receipt={**manifest.receipt, "policies": policies})
 
-    def attempt(*, as_micros: bool) -> tuple[Path, Manifest, Rules]:
+    def attempt(*, as_integers: bool) -> tuple[Path, Manifest, Rules]:
         def write(place: Place) -> Written:
-            return write_shards(source, place, shape, size, as_micros=as_micros, show=show)
+            return write_shards(source, place, shape, size, as_integers=as_integers, show=show)
 
         folder, manifest = publish(parent, identity.key or "unpinned", source.name, schema, write, described, show=show)
         return folder, manifest, Rules.from_json(schema, manifest.receipt["policies"])
 
     try:
-        return attempt(as_micros=False)
-    except Int96Error:
-        return attempt(as_micros=True)
+        return attempt(as_integers=False)
+    except LostTimesError:
+        return attempt(as_integers=True)
 
 
 def publish(
@@ -200,7 +201,7 @@ def _seen(folder: Path, written: Written, schema: pa.Schema, name: str, show: bo
 
     def describe(path: Path) -> Shard | None:
         try:
-            shard = with_retries(lambda: describe_shard(path, schema, written.as_micros))
+            shard = with_retries(lambda: describe_shard(path, schema, written.as_integers))
         except (FileNotFoundError, pa.ArrowInvalid):  # it was listed, and may be seen later, or in part
             return None
         bar.update()

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 import bridge
 from bridge.manifest import Manifest, Shard
-from bridge.spark import write
+from bridge.spark import stream
 from bridge.spark.channel import import_client
 from bridge.spark.engines.process import free_port, serve
 from bridge.spark.shape import Shape
@@ -160,11 +160,11 @@ def _export_on(remote: str, table: Path, root: Path, seed: int, report: Report) 
 def publish_one(parent: Place, report: Report) -> None:
     """Export ROWS in two shards, beside a file that is no part of them."""
 
-    def write_rows(place: Place) -> write.Written:
+    def write_rows(place: Place) -> stream.Written:
         folder = place.folder()
         folder.mkdir()
         (folder / "stranger.parquet").write_bytes(b"PAR1")
-        return write.write_stream([ROWS[:1000], ROWS[1000:]], folder, ROWS.schema, Shape(num_shards=2), len(ROWS))
+        return stream.write_stream([ROWS[:1000], ROWS[1000:]], folder, ROWS.schema, Shape(num_shards=2), len(ROWS))
 
     def describe(shards: Sequence[Shard], _: Path) -> Manifest:
         return make_manifest(shards, ROWS.schema, identity="chaos")
@@ -190,7 +190,7 @@ def _publish_and_die(root: Path, step: int, report: Report) -> None:
     # this process ends with its names
     publish.LocalStorage = lambda _: killing  # type: ignore[assignment, misc]
     pa.OSFile = File
-    write.flush_file = killing.around(write.flush_file)
+    stream.flush_file = killing.around(stream.flush_file)
     Path.unlink = killing.around(Path.unlink)  # type: ignore[method-assign]
     publish_one(locate(root / "t"), report)
 

@@ -31,7 +31,7 @@ from bridge.errors import (
 )
 from bridge.spark.channel import open_session
 from bridge.spark.engines.apache import delta_conf
-from bridge.spark.write import _spark_shards
+from bridge.volumes.path import Place
 
 
 def raises(error: type[Exception], message: str) -> Any:
@@ -496,16 +496,18 @@ def test_a_volume_that_fills_up(sail: Any, tmp_path: Path) -> None:
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def test_a_volume_that_only_the_cluster_has(apache: Any, tmp_path: Path) -> None:
-    # two folders stand for one path on two machines
-    place = SimpleNamespace(spark=f"file:{tmp_path}/theirs", folder=lambda: tmp_path / "ours")
+def test_a_volume_that_only_the_cluster_has(apache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bridge.tables.publish.SEEN_S", 1.0)
+    monkeypatch.setattr(Place, "spark", property(lambda place: f"file:{tmp_path}/theirs/{place.local.name}"))
 
     with raises(
         ExportError,
-        f"Spark wrote file:{tmp_path}/theirs, but no file of it can be seen at {tmp_path}/ours.\n"
+        f"DataFrame: 3 rows were written, but no file of them can be seen at {tmp_path}/ours/...\n"
         "  Use a volume that both the cluster and this process have.",
     ):
-        _spark_shards(apache.spark.range(3), place, "t", 10, 1 << 20)  # type: ignore[arg-type]
+        bridge.export_table(apache.spark.range(3), tmp_path / "ours")
+
+    assert bridge.list_exports(tmp_path / "ours") == []
 
 
 def test_an_export_that_fails_leaves_nothing(engine: Any, tmp_path: Path) -> None:

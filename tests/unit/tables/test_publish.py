@@ -19,7 +19,7 @@ import bridge
 from bridge.errors import ExportError, SourceError, VolumeError
 from bridge.manifest import Manifest, Shard, describe_shard
 from bridge.spark.shape import Shape
-from bridge.spark.write import Written, write_stream
+from bridge.spark.stream import Written, write_stream
 from bridge.tables.publish import publish
 from bridge.volumes.commit import attempts
 from bridge.volumes.path import Place, locate
