@@ -15,7 +15,7 @@ import bridge
 from benchmarks.harness import Bar, Report, compare, in_child
 
 ROWS = 20_000_000
-SHARD_BYTES = 32 << 20
+SHARD_BYTES = 16 << 20
 _REUSED_SHARDS = 1000
 _REUSED_ROWS = 100_000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from bridge.display import parse_bytes
 from bridge.errors import ConfigError, SourceError
 from bridge.spark.names import near
 
-_OFF = 0.2
+_OFF, _OFF_LITTLE = 0.2, 0.125
 _FILES_OFF, _SHARE_OFF = 2, 0.05
 _FILES_OF_A_TASK = 4
 
@@ -104,33 +104,56 @@ def fitted(partition_rows: Sequence[int], shard_rows: int) -> tuple[int, int]:
 
     No row is moved: a task writes some partitions one after the other (Spark's `coalesce`), and begins a new file when
     one is full. It is the way with the most tasks in which no more than two files, or a twentieth of them, are off by
-    more than a fifth; where there is none, the one in which the fewest are. A task writes four files or fewer, but for
-    those of a single partition.
+    more than an eighth, else by more than a fifth; where there is none, the one in which the fewest are. A task writes
+    four files or fewer, but for those of a single partition.
 
     Args:
         partition_rows: The rows of each partition, in Spark's order; at least one.
     """
     rows = np.asarray(partition_rows, dtype=np.int64)
+    ways = [(way, way.off(shard_rows, _OFF), way.off(shard_rows, _OFF_LITTLE)) for way in _ways(rows, shard_rows)]
+    for way, _, off in ways:
+        if off <= way.may_be_off:
+            return way.num_tasks, way.limit
+    # the first of the best is the one with the most tasks
+    best, _, _ = min(ways, key=lambda found: max(0, found[1] - found[0].may_be_off))
+    return best.num_tasks, best.limit
+
+
+@dataclass(frozen=True)
+class _Way:
+    """Files of `limit` rows each but for the last of a task, of which there are `rest`; 0 is no file."""
+
+    num_tasks: int
+    limit: int
+    num_full: int
+    rest: np.ndarray[Any, Any]
+
+    @property
+    def may_be_off(self) -> float:
+        """How many files are let off."""
+        return max(_FILES_OFF, _SHARE_OFF * (self.num_full + int((self.rest > 0).sum())))
+
+    def off(self, shard_rows: int, share: float) -> int:
+        """Return how many files are off by more than a share; the last ones can only be too small."""
+        is_near = (1 - share) * shard_rows <= self.limit <= (1 + share) * shard_rows
+        small = int(((self.rest > 0) & (self.rest < (1 - share) * shard_rows)).sum())
+        return small + (0 if is_near else self.num_full)
+
+
+def _ways(rows: np.ndarray[Any, Any], shard_rows: int) -> Iterator[_Way]:
     count = len(rows)
     fewest = min(count, max(1, math.ceil(rows.sum() / (_FILES_OF_A_TASK * shard_rows))))
-    least, most = (1 - _OFF) * shard_rows, (1 + _OFF) * shard_rows
-    best = (math.inf, count, max(1, shard_rows))
     together, most_together = 1, -(-count // fewest)
     while together <= most_together:
         num_tasks = max(fewest, -(-count // together))
         # as coalesce groups them where no place is preferred
         groups = np.add.reduceat(rows, np.arange(num_tasks) * count // num_tasks)
         largest = int(groups.max())
-        for files in {max(1, largest // shard_rows), max(1, -(-largest // shard_rows))}:
+        for files in (max(1, largest // shard_rows), max(1, -(-largest // shard_rows))):
             limit = max(1, -(-largest // files))
-            whole, rest = int((groups // limit).sum()), groups % limit
-            off = int(((rest > 0) & (rest < least)).sum()) + (0 if least <= limit <= most else whole)
-            if off < best[0]:
-                best = (off, num_tasks, limit)
-            if off <= max(_FILES_OFF, _SHARE_OFF * (whole + int((rest > 0).sum()))):
-                return num_tasks, limit
+            yield _Way(num_tasks, limit, int((groups // limit).sum()), groups % limit)
         together = max(together + 1, together * 17 // 16)
-    return best[1], best[2]
 
 
 def _is_whole(value: Any, start: int, stop: int) -> bool:
