@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bridge.config import load_settings
-from bridge.display import did_you_mean
+from bridge.display import did_you_mean, format_seconds
 from bridge.errors import BridgeError, ExportNotFoundError, VolumeError
 from bridge.manifest import Manifest, Shard
 from bridge.volumes.commit import WITHDRAWN, Attempt, attempts, is_marker, read_marker
 from bridge.volumes.digest import digest_ranges
 from bridge.volumes.hold import hold_attempt
-from bridge.volumes.lease import count_holders, storage_time_ns
+from bridge.volumes.lease import BEAT_S, count_holders, last_beats_s, storage_time_ns
 from bridge.volumes.path import locate
 from bridge.volumes.storage import Storage, with_retries
 from bridge.volumes.stores import LocalStorage
@@ -150,7 +150,7 @@ def _describe(parent: Path, attempt: Attempt, num_holders: int, now_ns: int) -> 
     try:
         marker = read_marker(LocalStorage(parent), attempt.name)
         if marker is None:
-            return _describe_incomplete(path, info)
+            return _describe_incomplete(path, info, attempt, now_ns)
         info = replace(info, num_bytes=sum(marker.sizes.values()))
         if not {"format_version", "shards"} <= marker.body.keys():
             return replace(info, state="no export", problem="its marker is of something else")
@@ -183,7 +183,7 @@ def _missing(path: Path, manifest: Manifest) -> str | None:
     return f"{len(gone)} of {len(manifest.shards)} shards gone, {gone[0]} among them" if gone else None
 
 
-def _describe_incomplete(path: Path, info: ExportInfo) -> ExportInfo:
+def _describe_incomplete(path: Path, info: ExportInfo, attempt: Attempt, now_ns: int) -> ExportInfo:
     num_bytes, names = 0, set()
     for folder, _, files in os.walk(path):
         names.update(files)
@@ -198,6 +198,10 @@ def _describe_incomplete(path: Path, info: ExportInfo) -> ExportInfo:
         state = "withdrawn"
     elif any(map(is_marker, names)) and not info.num_holders:
         problem = "its marker is damaged"
+    elif info.num_holders:
+        quiet_s = last_beats_s(LocalStorage(path.parent), now_ns=now_ns).get(attempt.attempt_id, 0.0)
+        if quiet_s > 6 * BEAT_S:
+            problem = f"no sign of life for {format_seconds(quiet_s)}; if its writer was killed, it goes after an hour"
     return replace(info, state=state, num_bytes=num_bytes, problem=problem)
 
 

@@ -21,6 +21,7 @@ import contextlib
 import json
 import re
 import secrets
+import stat
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -218,7 +219,7 @@ def begin(storage: Storage, label: str) -> Iterator[OpenAttempt]:
         lease.start()
     except OSError as exc:
         raise VolumeError(
-            f"{storage} cannot be written: {exc.strerror or exc}.\n"
+            f"{storage} cannot be written: {exc.strerror or exc}{_owner(storage, exc)}.\n"
             "  Give a folder or volume you may write (WRITE VOLUME)."
         ) from exc
     try:
@@ -231,6 +232,15 @@ def begin(storage: Storage, label: str) -> Iterator[OpenAttempt]:
             opened._abandon()
     finally:
         lease.end()
+
+
+def _owner(storage: Storage, exc: OSError) -> str:
+    """Say whose a folder is that may not be written: where many write, each table's is of who was first."""
+    try:
+        found = storage.folder.stat() if storage.folder and isinstance(exc, PermissionError) else None
+    except OSError:
+        return ""
+    return "" if found is None else f" (it is of user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o})"
 
 
 def attempts(storage: Storage) -> list[Attempt]:

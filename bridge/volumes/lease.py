@@ -24,7 +24,7 @@ GRACE_S = 3600.0
 _FOLDER = "_leases"
 _BEAT = re.compile(r"(?P<id>[0-9a-f]{12})\.(?P<holder>[0-9a-f]{12})\.\d{1,9}")
 _CLOCK = re.compile(r"clock\.[0-9a-f]{12}")
-_BEAT_S = 20.0
+BEAT_S = 20.0
 _KEPT = 2
 
 
@@ -42,7 +42,7 @@ class Lease:
     ) -> None:
         self._storage = storage
         self._stem = f"{_FOLDER}/{attempt_id}.{secrets.token_hex(6)}"
-        self._beat_s = _BEAT_S if beat_s is None else beat_s
+        self._beat_s = BEAT_S if beat_s is None else beat_s
         self._lapse_s = GRACE_S / 2 if lapse_s is None else lapse_s
         self._count = 0
         self._renewed = 0.0
@@ -135,6 +135,22 @@ def count_holders(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) ->
         if age_s < grace_s and (match := _BEAT.fullmatch(name))
     }
     return Counter(attempt_id for attempt_id, _ in held)
+
+
+def last_beats_s(storage: Storage, *, now_ns: int) -> dict[str, float]:
+    """Return how long ago the youngest beat was written, by the id of the attempt.
+
+    Args:
+        now_ns: The storage's time, as by `storage_time_ns`.
+
+    Raises:
+        OSError: The leases cannot be read.
+    """
+    youngest: dict[str, float] = {}
+    for name, age_s in _ages_s(storage, now_ns).items():
+        if match := _BEAT.fullmatch(name):
+            youngest[match["id"]] = min(age_s, youngest.get(match["id"], age_s))
+    return youngest
 
 
 def has_leases(storage: Storage) -> bool:

@@ -165,7 +165,7 @@ def _write_one(storage: Storage, seed: int, report: Report) -> None:
 
 
 def _write_slowly(storage: Storage, seed: int, report: Report) -> None:
-    lease._BEAT_S = _SHORT_GRACE_S / 20
+    lease.BEAT_S = _SHORT_GRACE_S / 20
     rng = random.Random(seed)
     contents = [rng.randbytes(4096) for _ in range(4)]
     with begin(storage, "chaos") as opened:

@@ -336,3 +336,16 @@ def test_a_copy_is_verified_and_what_is_no_export_is_told(tmp_path: Path) -> Non
         newer.commit({**manifest.to_json(), "format_version": 99}, {})
     with pytest.raises(ExportError, match="has manifest format 99"):
         bridge.verify_export(tmp_path / "t" / newer.name)
+
+
+def test_a_writer_that_gives_no_sign_of_life_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with begin(LocalStorage(tmp_path / "t"), "a") as opened:
+        (tmp_path / "t" / opened.name).mkdir()
+        (alive,) = bridge.list_exports(tmp_path)
+        for beat in (tmp_path / "t" / "_leases").iterdir():
+            os.utime(beat, (beat.stat().st_mtime - 600, beat.stat().st_mtime - 600))
+        (silent,) = bridge.list_exports(tmp_path)
+
+    assert (alive.state, alive.problem) == ("being written", None)
+    assert silent.state == "being written"
+    assert (silent.problem or "").startswith("no sign of life for 10 min 0")
