@@ -15,6 +15,9 @@ from bridge.display import format_bytes, format_count, format_seconds, plain_tab
 if TYPE_CHECKING:
     from bridge.tables.inventory import ExportInfo, VerifyReport
 
+# digests, and what another line says
+_TOLD_ELSEWHERE = frozenset({"format", "num_rows", "route", "schema", "schema_digest", "session_time_zone"})
+
 app = typer.Typer(no_args_is_help=True, help="Exports on a volume: what is there, and what may go.")
 
 
@@ -68,13 +71,16 @@ def show(path: PathArgument, profile: ProfileOption = None) -> None:
     }
     if info.state == "complete":
         facts |= {"rows": format_count(info.num_rows or 0), "shards": f"{info.num_shards}, {_found(path)}"}
-        # what the receipt says of the query stands there, and the rest of it is added
+        facts["what"] = _what(info)
         for name, value in {**info.query, **info.receipt}.items():
             if isinstance(value, dict):
                 value = ", ".join(f"{key}: {item}" for key, item in value.items())
             elif isinstance(value, list):
                 value = ", ".join(map(str, value))
-            facts.setdefault(name, "" if value is None else str(value))
+            elif name.endswith("_bytes"):
+                value = format_bytes(value)
+            if value not in (None, "") and name not in _TOLD_ELSEWHERE:
+                facts.setdefault(name, str(value))
     facts["folder"] = info.path
     print_table(plain_table(["fact", "value"], facts.items()))
 
