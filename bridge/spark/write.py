@@ -212,10 +212,13 @@ def _moved(frame: DataFrame, source: Source, shape: Shape, count: int, num_rows:
         names = [quote(name) for name in shape.order_by]
         return frame.repartitionByRange(count, *names).sortWithinPartitions(*names)
     if shape.shuffle_at_write is not None:
+        if not is_scan:
+            # numbered after they are dealt: what repartition(n) sorts by must be the same each time
+            mixed, key, added = _with_key(frame.repartition(count), shape.shuffle_at_write)
+            return mixed.sortWithinPartitions(key).drop(*added)
         mixed, key, added = _with_key(frame, shape.shuffle_at_write)
         to = _dealing_key(source, count, F.pmod(F.col(key), F.lit(count)))
-        dealt = mixed.repartition(count, to) if is_scan else mixed.repartition(count)
-        return dealt.sortWithinPartitions(key).drop(*added)
+        return mixed.repartition(count, to).sortWithinPartitions(key).drop(*added)
     if not is_scan:
         return frame.repartition(count)
     together = max(1, min(_DEALT_ROWS, num_rows // (8 * count)))
@@ -257,7 +260,7 @@ def listed_shards(folder: Path) -> list[str]:
     """Return the Parquet files that Spark wrote into `folder`, as far as they are seen, in the order of their rows.
 
     Where a commit of Databricks lists its files, what else is there was written by tasks that failed:
-    https://docs.databricks.com/data/manage-table-writes (DBIO), and is no part of it.
+    https://docs.databricks.com/archive/legacy/dbio-commit.html, and is no part of it.
     """
     started = [path.name for path in folder.glob("_started_*") if path.name[9:].isdigit()]
     if any(not (folder / f"_committed_{name[9:]}").exists() for name in started):
