@@ -26,7 +26,12 @@ MIXED = """
 
 
 @pytest.fixture
-def mixed(any_engine: Any) -> str:
+def mixed(engine: Any) -> str:
+    return engine.save(engine.spark.sql(MIXED), mode="overwrite", name="mixed")
+
+
+@pytest.fixture
+def mixed_anywhere(any_engine: Any) -> str:
     return any_engine.save(any_engine.spark.sql(MIXED), mode="overwrite", name="mixed")
 
 
@@ -34,13 +39,13 @@ def _rows(table: bridge.Table | pa.Table) -> list[dict[str, Any]]:
     return sorted(pa.table(table).to_pylist(), key=lambda row: row["b"])
 
 
-def test_both_routes_give_what_spark_gives(any_engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
-    table = any_engine.load(mixed, route=route, volume=tmp_path)
+def test_both_routes_give_what_spark_gives(any_engine: Any, mixed_anywhere: str, route: str, tmp_path: Path) -> None:
+    table = any_engine.load(mixed_anywhere, route=route, volume=tmp_path)
 
     assert table.route == route
     assert table.num_rows == len(table) == 1000
     assert table.version is not None
-    by_python = {row["b"]: row.asDict() for row in any_engine.spark.table(mixed).collect()}
+    by_python = {row["b"]: row.asDict() for row in any_engine.spark.table(mixed_anywhere).collect()}
     for row in _rows(table):
         expected = by_python[row["b"]]
         # pyspark's rows hold instants without a zone, in this process's own
@@ -49,9 +54,9 @@ def test_both_routes_give_what_spark_gives(any_engine: Any, mixed: str, route: s
         assert row == expected
 
 
-def test_arrow_types_are_the_same_on_both_routes(any_engine: Any, mixed: str, tmp_path: Path) -> None:
-    collected = any_engine.load(mixed, route="collect")
-    exported = any_engine.load(mixed, route="export", volume=tmp_path)
+def test_arrow_types_are_the_same_on_both_routes(engine: Any, mixed: str, tmp_path: Path) -> None:
+    collected = engine.load(mixed, route="collect")
+    exported = engine.load(mixed, route="export", volume=tmp_path)
 
     assert collected.schema == exported.schema
     assert dict(zip(collected.schema.names, map(str, collected.schema.types), strict=True)) == {
@@ -62,8 +67,8 @@ def test_arrow_types_are_the_same_on_both_routes(any_engine: Any, mixed: str, tm
     assert _rows(collected) == _rows(exported)
 
 
-def test_pandas_numpy_torch_and_datasets(any_engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
-    table = any_engine.load(mixed, route=route, volume=tmp_path)
+def test_pandas_numpy_torch_and_datasets(engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
+    table = engine.load(mixed, route=route, volume=tmp_path)
 
     frame = table.to_pandas().sort_values("b").reset_index(drop=True)
     assert {name: str(dtype) for name, dtype in frame.dtypes.items()} == {
@@ -75,7 +80,7 @@ def test_pandas_numpy_torch_and_datasets(any_engine: Any, mixed: str, route: str
     assert frame.n[999] == 999
     assert frame.price[7] == decimal.Decimal(7) / 7
 
-    some = any_engine.load(mixed, columns=["b", "d", "flag", "dn", "text", "day", "at"], route=route, volume=tmp_path)
+    some = engine.load(mixed, columns=["b", "d", "flag", "dn", "text", "day", "at"], route=route, volume=tmp_path)
     arrays = some.to_numpy()
     assert {name: str(array.dtype) for name, array in arrays.items()} == {
         "b": "int64", "d": "float64", "flag": "bool", "dn": "float64", "text": "object", "day": "datetime64[D]",
@@ -101,8 +106,8 @@ def test_pandas_numpy_torch_and_datasets(any_engine: Any, mixed: str, route: str
     assert rows[1]["at"] == dt.datetime(1970, 1, 1, 0, 0, 1, 3, tzinfo=dt.UTC)
 
 
-def test_a_loader_gives_each_row_once(any_engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
-    table = any_engine.load(mixed, columns=["b", "d"], route=route, volume=tmp_path)
+def test_a_loader_gives_each_row_once(engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
+    table = engine.load(mixed, columns=["b", "d"], route=route, volume=tmp_path)
     loader = table.to_loader(64, features=["d"], label="b", shuffle=True, shuffle_window=300)
 
     batches = list(loader)
@@ -115,67 +120,65 @@ def test_a_loader_gives_each_row_once(any_engine: Any, mixed: str, route: str, t
     assert next(iter(loader))[1].tolist() != batches[0][1].tolist()
 
 
-def test_columns_filter_and_limit(any_engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
-    table = any_engine.load(
-        mixed, columns=["B", "text"], where="b < 10 AND text IS NOT NULL", route=route, volume=tmp_path
-    )
+def test_columns_filter_and_limit(engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
+    table = engine.load(mixed, columns=["B", "text"], where="b < 10 AND text IS NOT NULL", route=route, volume=tmp_path)
 
     assert table.schema.names == ["b", "text"]
     assert [row["b"] for row in _rows(table)] == [1, 2, 3, 4, 6, 7, 8, 9]
-    assert any_engine.load(mixed, columns=["b"], limit=7, route=route, volume=tmp_path).num_rows == 7
-    assert any_engine.load(mixed, where="b < 0", route=route, volume=tmp_path).num_rows == 0
+    assert engine.load(mixed, columns=["b"], limit=7, route=route, volume=tmp_path).num_rows == 7
+    assert engine.load(mixed, where="b < 0", route=route, volume=tmp_path).num_rows == 0
 
 
-def test_a_filter_may_be_a_column(any_engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
+def test_a_filter_may_be_a_column(engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
     from pyspark.sql import functions as F
 
-    table = any_engine.load(mixed, where=F.col("b") >= 990, columns=["b"], route=route, volume=tmp_path)
+    table = engine.load(mixed, where=F.col("b") >= 990, columns=["b"], route=route, volume=tmp_path)
 
     assert [row["b"] for row in _rows(table)] == list(range(990, 1000))
 
 
-def test_the_same_export_is_reused(any_engine: Any, mixed: str, tmp_path: Path) -> None:
-    first = bridge.export_table(mixed, tmp_path, spark=any_engine.spark)
-    again = bridge.export_table(mixed, tmp_path, spark=any_engine.spark)
-    afresh = bridge.export_table(mixed, tmp_path, reuse=False, spark=any_engine.spark)
+def test_the_same_export_is_reused(any_engine: Any, mixed_anywhere: str, tmp_path: Path) -> None:
+    first = bridge.export_table(mixed_anywhere, tmp_path, spark=any_engine.spark)
+    again = bridge.export_table(mixed_anywhere, tmp_path, spark=any_engine.spark)
+    afresh = bridge.export_table(mixed_anywhere, tmp_path, reuse=False, spark=any_engine.spark)
 
     assert again.path == first.path
     assert again.plan is not None
     assert again.plan.reuses == first.path
     assert bridge.open_export(tmp_path).path == afresh.path
-    assert bridge.open_export(tmp_path, table=mixed, version=first.version).path == afresh.path
+    assert bridge.open_export(tmp_path, table=mixed_anywhere, version=first.version).path == afresh.path
 
-    other = bridge.export_table(mixed, tmp_path, where="b < 10", spark=any_engine.spark)
+    other = bridge.export_table(mixed_anywhere, tmp_path, where="b < 10", spark=any_engine.spark)
 
     assert len({first.path, other.path, afresh.path}) == 3
     with pytest.raises(bridge.ExportNotFoundError, match="may hold different rows"):
         bridge.open_export(tmp_path)
 
 
-def test_a_new_version_is_exported_afresh(any_engine: Any, tmp_path: Path) -> None:
-    name = any_engine.save(any_engine.spark.range(10))
-    first = bridge.export_table(name, tmp_path, spark=any_engine.spark)
-    any_engine.spark.range(10, 15).write.format("delta").mode("append").saveAsTable(name)
-    second = bridge.export_table(name, tmp_path, spark=any_engine.spark)
+def test_a_new_version_is_exported_afresh(engine: Any, tmp_path: Path) -> None:
+    name = engine.save(engine.spark.range(10))
+    first = bridge.export_table(name, tmp_path, spark=engine.spark)
+    engine.spark.range(10, 15).write.format("delta").mode("append").saveAsTable(name)
+    second = bridge.export_table(name, tmp_path, spark=engine.spark)
 
     assert (first.num_rows, second.num_rows) == (10, 15)
     assert (first.version, second.version) == (0, 1)
     assert bridge.open_export(tmp_path).num_rows == 15
     assert bridge.open_export(tmp_path, version=0).num_rows == 10
-    assert any_engine.load(name, version=0).num_rows == 10
+    assert engine.load(name, version=0).num_rows == 10
 
 
-def test_a_path_is_a_source(any_engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
-    path = any_engine.path(mixed)
+def test_a_path_is_a_source(engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
+    path = engine.path(mixed)
 
-    table = any_engine.load(path, route=route, volume=tmp_path, columns=["b"])
+    table = engine.load(path, route=route, volume=tmp_path, columns=["b"])
 
     assert table.num_rows == 1000
     assert table.version is not None
 
 
-def test_a_dataframe_is_a_source_and_leaves_no_view(any_engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
-    frame = any_engine.spark.table(mixed).groupBy("flag").count()
+def test_a_dataframe_is_a_source_and_leaves_no_view(engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
+    frame = engine.spark.table(mixed).groupBy("flag").count()
 
     table = bridge.load_table(frame, route=route, volume=tmp_path)
 
@@ -184,22 +187,22 @@ def test_a_dataframe_is_a_source_and_leaves_no_view(any_engine: Any, mixed: str,
         {"flag": True, "count": 500},
     ]
     assert table.version is None
-    assert not [view.name for view in any_engine.spark.catalog.listTables() if view.name.startswith("bridge_")]
+    assert not [view.name for view in engine.spark.catalog.listTables() if view.name.startswith("bridge_")]
 
 
-def test_others_read_a_table_as_an_arrow_stream(any_engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
-    table = any_engine.load(mixed, columns=["b"], route=route, volume=tmp_path)
+def test_others_read_a_table_as_an_arrow_stream(engine: Any, mixed: str, route: str, tmp_path: Path) -> None:
+    table = engine.load(mixed, columns=["b"], route=route, volume=tmp_path)
 
     assert pa.table(table).num_rows == 1000
     assert sum(batch.num_rows for batch in table.to_batches()) == 1000
 
 
 def test_load_dataset_sees_exactly_the_rows_of_an_export(
-    any_engine: Any, mixed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Any, mixed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
 
-    table = bridge.export_table(mixed, tmp_path, spark=any_engine.spark)
+    table = bridge.export_table(mixed, tmp_path, spark=engine.spark)
 
     loaded = datasets.load_dataset("parquet", data_files=f"{table.path}/*.parquet", cache_dir=str(tmp_path / "hf"))
 

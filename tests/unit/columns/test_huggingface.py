@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from bridge.columns.huggingface import to_dataset, to_iterable_dataset
-from bridge.columns.rules import Rules
 from bridge.errors import LossyConversionError
-from bridge.loading.parquet import stream_row_groups
+from bridge.loading.parquet import ExportedRowGroups, stream_row_groups
 from bridge.manifest import Manifest
 from tests.exports import make_export
 
@@ -33,8 +32,8 @@ TABLE = pa.table(
 
 
 def streamed(folder: Path, manifest: Manifest) -> object:
-    count = sum(len(shard.row_groups) for shard in manifest.shards)
-    row_groups = [(folder, manifest, Rules(manifest.schema, {}), index) for index in range(count)]
+    opened = ExportedRowGroups(folder, manifest)
+    row_groups = [(opened, index) for index in range(len(opened.row_counts))]
     return to_iterable_dataset(manifest.schema, {}, stream_row_groups, row_groups=row_groups)
 
 

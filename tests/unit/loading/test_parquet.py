@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.columns.rules import Rules
 from bridge.errors import CorruptFileError, LossyConversionError
 from bridge.loading.parquet import ExportedRowGroups, stream_row_groups
 from bridge.manifest import Manifest, encode_schema
@@ -192,7 +191,9 @@ def test_bytes_behind_the_end_do_no_harm(tmp_path: Path) -> None:
 def test_a_stream_gives_row_groups_in_the_order_asked_for(tmp_path: Path) -> None:
     folder, manifest = make_export(tmp_path, SHARDS, row_group_rows=20)
 
-    read = list(stream_row_groups([(folder, manifest, Rules(manifest.schema, {}), index) for index in (3, 0)]))
+    opened = ExportedRowGroups(folder, manifest)
+
+    read = list(stream_row_groups([(opened, index) for index in (3, 0)]))
 
     assert [key for key, _ in read] == ["3", "0"]
     assert read[0][1].equals(TABLE.slice(50, 20))
