@@ -93,11 +93,17 @@ class Manifest:
                 f"{where} has manifest format {body.get('format_version')!r}; this version reads {FORMAT_VERSION}.\n"
                 "  Upgrade spark-training-bridge, or export again."
             )
-        shards = tuple(
-            Shard(**{**shard, "row_groups": tuple(RowGroup(**group) for group in shard["row_groups"])})
-            for shard in body["shards"]
-        )
-        return cls(**{**body, "shards": shards})
+        try:
+            shards = tuple(
+                Shard(**{**shard, "row_groups": tuple(RowGroup(**group) for group in shard["row_groups"])})
+                for shard in body["shards"]
+            )
+            return cls(**{**body, "shards": shards})
+        except (LookupError, TypeError) as exc:
+            raise ExportError(
+                f"{where} has a manifest that this version does not read: {exc}.\n"
+                "  Upgrade spark-training-bridge, or export again."
+            ) from exc
 
 
 def encode_schema(schema: pa.Schema) -> str:

@@ -24,7 +24,7 @@ from bridge.spark.names import quote
 from bridge.spark.operation import run_watched
 from bridge.spark.read import run_within, stream_batches
 from bridge.spark.shape import Shape, fitted
-from bridge.spark.size import COUNT_TIMEOUT_S, Size, assumed_width
+from bridge.spark.size import Size, assumed_width
 from bridge.spark.source import Source
 from bridge.spark.stream import COMPRESSION, SAMPLE_ROWS, Written, repeated, write_stream
 from bridge.volumes.path import Place
@@ -44,7 +44,8 @@ _SAMPLE_BYTES = 32 << 20
 # Rows that stay together when rows are dealt to shards.
 _DEALT_ROWS = 1000
 
-_PARTITIONS_TIMEOUT_S = 60.0
+# An export takes long anyway, and a cluster that is cold takes half a minute for its first query.
+_LOOK_TIMEOUT_S = 60.0
 
 
 def write_shards(
@@ -168,7 +169,7 @@ def _partition_rows(source: Source) -> list[int]:
     from pyspark.sql.connect import functions as F
 
     counts = source.frame.groupBy(F.spark_partition_id().alias("id")).agg(F.count(F.lit(1)).alias("rows"))
-    found = run_within(counts, _PARTITIONS_TIMEOUT_S)
+    found = run_within(counts, _LOOK_TIMEOUT_S)
     if found is None or found.num_rows == 0:
         return []
     by_id = dict(zip(found["id"].to_pylist(), found["rows"].to_pylist(), strict=True))
@@ -179,7 +180,7 @@ def _file_bytes(source: Source, shape: Shape, size: Size) -> float:
     """Return about how many bytes a row takes in a file: those of the table's first rows, written as Spark would."""
     width = size.row_bytes or assumed_width(source.schema)
     most = min(SAMPLE_ROWS, int(_SAMPLE_BYTES // max(width, 1.0)) + 1)
-    rows = run_within(source.unfiltered.limit(most), COUNT_TIMEOUT_S)
+    rows = run_within(source.unfiltered.limit(most), _LOOK_TIMEOUT_S)
     if rows is None or rows.num_rows == 0:
         return max(1.0, width / 2)
     rows = conform(rows, source.schema, source.name)

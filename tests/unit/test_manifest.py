@@ -172,6 +172,17 @@ def test_another_format_is_refused(tmp_path: Path, version: object) -> None:
         Manifest.from_json(body, Path("/exports"))
 
 
+@pytest.mark.parametrize("change", [{"query": None}, {"shards": None}, {"shards": [{}]}, {"more": 1}], ids=str)
+def test_a_manifest_of_other_facts_is_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    _, manifest = make_export(tmp_path, [MIXED])
+    body = {**manifest.to_json(), **change}
+    if body["query"] is None:
+        del body["query"]
+
+    with pytest.raises(ExportError, match=r"exports has a manifest that this version does not read: .*\n  Upgrade"):
+        Manifest.from_json(body, Path("/exports"))
+
+
 def test_manifests_are_values(tmp_path: Path) -> None:
     _, manifest = make_export(tmp_path, [MIXED])
 
