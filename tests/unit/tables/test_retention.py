@@ -524,3 +524,17 @@ def test_what_cannot_be_removed_is_told(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(VolumeError, match=r"cannot be written: Permission denied|leases of .* Permission denied"):
             bridge.remove_export(folder)
     assert bridge.verify_export(folder).is_whole
+
+
+def test_what_is_no_export_is_not_removed(tmp_path: Path) -> None:
+    with begin(LocalStorage(tmp_path / "t"), "a") as opened:
+        (tmp_path / "t" / opened.name).mkdir()
+        (tmp_path / "t" / opened.name / "weights").write_bytes(b"w")
+        opened.commit({"step": 7}, {"weights": 1})
+
+    with pytest.raises(ExportNotFoundError):
+        bridge.remove_export(tmp_path / "t" / opened.name)
+    bridge.prune_exports(tmp_path, max_age_s=0)
+
+    assert (tmp_path / "t" / opened.name / "weights").read_bytes() == b"w"
+    assert [info.state for info in bridge.list_exports(tmp_path)] == ["no export"]
