@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,6 @@ from bridge.spark.names import near
 _OFF, _OFF_LITTLE = 0.2, 0.125
 _FILES_OFF, _SHARE_OFF = 2, 0.05
 _FILES_OF_A_TASK = 4
-
-
-# what `to_json` may tell
-LAYOUT = frozenset({"shard_bytes", "num_shards", "row_group_bytes", "order_by", "shuffle_at_write"})
 
 
 @dataclass(frozen=True)
@@ -87,16 +83,17 @@ class Shape:
                 )
             if pa.types.is_map(schema.field(known[name.lower()]).type):
                 raise SourceError(f"order_by names {name!r}, a map, by which Spark cannot sort.")
-        return Shape(
-            self.shard_bytes, self.row_group_bytes, self.num_shards,
-            tuple(known[name.lower()] for name in self.order_by), self.shuffle_at_write,
-        )  # fmt: skip
+        return replace(self, order_by=tuple(known[name.lower()] for name in self.order_by))
 
     def to_json(self) -> dict[str, Any]:
         """Return what makes two layouts of the same rows differ."""
         size = {"shard_bytes": self.shard_bytes} if self.num_shards is None else {"num_shards": self.num_shards}
         given = {"order_by": list(self.order_by) or None, "shuffle_at_write": self.shuffle_at_write}
         return size | {"row_group_bytes": self.row_group_bytes} | {k: v for k, v in given.items() if v is not None}
+
+
+# what `to_json` may tell
+LAYOUT = frozenset(field.name for field in fields(Shape))
 
 
 def fitted(partition_rows: Sequence[int], shard_rows: int) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from bridge.manifest import FORMAT_VERSION
 from bridge.spark.connect import Connection
 from bridge.spark.shape import Shape
 from bridge.spark.source import Source
+from bridge.tables.receipt import schema_digest
 
 _LOOPBACK = ("sc://localhost", "sc://127.", "sc://[::1]")
 
@@ -71,7 +72,7 @@ class Identity:
             "confs": confs,
             "table": source.name,
             "location": location,
-            "schema": hashlib.blake2b(source.schema.serialize().to_pybytes(), digest_size=16).hexdigest(),
+            "schema": schema_digest(source.schema),
             "columns": list(source.columns),
             "where": None if source.where is None else normalized(source.where),
             "limit": source.limit,

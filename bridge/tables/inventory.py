@@ -157,7 +157,7 @@ def _describe(parent: Path, attempt: Attempt, num_holders: int, now_ns: int) -> 
         manifest = Manifest.from_json(marker.body, path)
     except (BridgeError, OSError) as exc:
         return replace(info, problem=reason(exc))
-    except (LookupError, TypeError, AttributeError):
+    except AttributeError:
         return replace(info, problem="its marker holds no manifest of an export")
     return replace(
         info,

@@ -15,10 +15,11 @@ Route = Literal["collect", "export"]
 class Plan:
     """What a load will do, and why. Prints as a table, in notebooks as HTML.
 
-    `num_rows` and `num_bytes` (of Arrow memory) are None where unknown, and upper bounds where `is_bound`. `version` is
-    None where none is held fast; `pin_reason` says why. `volume` is where an export would go; `reuses` is the complete
-    export that would be taken instead of a new one; `num_dropped` how many rows are left out
-    because one of the columns `drops_nulls` is NULL, None where that took too long to count.
+    `num_rows` and `num_bytes` (of Arrow memory) are None where unknown, and upper bounds where `is_bound`. `version`
+    is None where none is held fast; `pin_reason` says why. `volume` is where an export would go, `stand_in` the
+    folder that stands for it where it is not mounted; `reuses` is the complete export that would be taken instead of
+    a new one; `num_dropped` how many rows are left out because one of the columns `drops_nulls` is NULL, None where
+    that took too long to count.
     """
 
     source: str
@@ -42,6 +43,7 @@ class Plan:
     types: TypeContract
     drops_nulls: tuple[str, ...] = ()
     num_dropped: int | None = None
+    stand_in: str | None = None
 
     def _rows(self) -> list[tuple[str, str]]:
         at_most = "at most " if self.is_bound else ""
@@ -62,7 +64,8 @@ class Plan:
             ("route", f"{self.route}: {self.reason}"),
         ]
         if self.route == "export":
-            lines += [("volume", self.volume or "none"), ("export", self.reuse_reason or None)]
+            where = "" if self.stand_in is None else f" (not mounted here; {self.stand_in} stands for it)"
+            lines += [("volume", f"{self.volume or 'none'}{where}"), ("export", self.reuse_reason or None)]
         return [(name, text) for name, text in lines if text is not None]
 
     def _dropped(self) -> str | None:

@@ -144,7 +144,8 @@ def prepare(
             max_bytes=ceiling,
             route=chosen,
             reason=reason,
-            volume=None if place is None else _told(place),
+            volume=None if place is None else place.name,
+            stand_in=str(place.local) if place is not None and place.is_stand_in else None,
             reuses=str(reusable[0]) if reusable and chosen == "export" else None,
             reuse_reason=reuse_reason,
             types=type_contract(rules.schema, spark_types(resolved), rules),
@@ -167,10 +168,6 @@ def _num_dropped(source: Source, reusable: tuple[Path, Manifest] | None) -> int 
         found: int | None = reusable[1].receipt.get("num_dropped")
         return found
     return None if source.dropped is None else count_rows(source.dropped)
-
-
-def _told(place: Place) -> str:
-    return f"{place.name} (not mounted here; {place.local} stands for it)" if place.is_stand_in else place.name
 
 
 def _volume(settings: Settings, connection: Connection) -> Place | None:

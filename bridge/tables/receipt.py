@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
+
 import bridge
 from bridge.spark.connect import Connection
 
@@ -27,7 +29,7 @@ def make_receipt(source: Source, connection: Connection) -> dict[str, Any]:
         "columns": list(source.columns),
         "where": source.where,
         "limit": source.limit,
-        "schema_digest": hashlib.blake2b(source.schema.serialize().to_pybytes(), digest_size=16).hexdigest(),
+        "schema_digest": schema_digest(source.schema),
         "spark_types": spark_types(source),
         "engine": source.engine.name,
         "address": connection.address,
@@ -36,6 +38,11 @@ def make_receipt(source: Source, connection: Connection) -> dict[str, Any]:
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"bridge": bridge.__version__, **_installed()},
     }
+
+
+def schema_digest(schema: pa.Schema) -> str:
+    """Return what is equal for equal schemas, in hexadecimal."""
+    return hashlib.blake2b(schema.serialize().to_pybytes(), digest_size=16).hexdigest()
 
 
 def spark_types(source: Source) -> dict[str, str]:

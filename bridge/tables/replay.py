@@ -66,7 +66,7 @@ def with_replay(
                 first = first or prepared
                 return act(prepared)
         except EngineError as exc:
-            may_repeat = is_replaceable(connection.spark) and _means_the_same(source, first)
+            may_repeat = is_replaceable(connection.spark) and _means_the_same(source, query, first)
             is_silent = isinstance(exc, EngineSilentError)
             if tries == _TRIES or is_silent or not may_repeat or not ended_meanwhile(connection.spark):
                 raise
@@ -74,11 +74,16 @@ def with_replay(
             connection = _wait_for_another(connection, settings, str(source), exc)
 
 
-def _means_the_same(source: Any, first: Prepared | None) -> bool:
-    """Return whether a new session can be asked for the same table."""
+def _means_the_same(source: Any, query: dict[str, Any], first: Prepared | None) -> bool:
+    """Return whether a new session can be asked for the same rows.
+
+    What a filter reads beside the table may be a temporary view's, or a variable of the session; only a table that was
+    resolved tells.
+    """
     if first is not None:
-        # what a filter reads beside the table may be a temporary view's, or a variable of the session
         return first.source.again is not None and first.source.is_repeatable
+    if query.get("where") is not None:
+        return False
     return not isinstance(source, str) or is_path(source) or len(parse_name(source)) == 3
 
 

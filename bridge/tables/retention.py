@@ -76,7 +76,9 @@ def prune_exports(
     failed: dict[str, str] = {}
     if not dry_run:
         _delete([info for info in may_go if info.state == "complete"], kept, failed)
-        for parent in sorted({Path(info.path).parent for info in exports if info.state != "unreadable"}):
+        for parent in sorted(
+            {Path(info.path).parent for info in exports if info.state not in ("unreadable", "no export")}
+        ):
             try:
                 collect_garbage(LocalStorage(parent))
             except VolumeError as exc:
@@ -104,7 +106,9 @@ def reasons_to_keep(
             # of what nobody can ask for again, each is the only one
             which = [info.table, info.query, info.path if info.identity is None else ""]
             queries.setdefault(json.dumps(which, sort_keys=True), []).append(info)
-        elif info.state in ("unreadable", "no export"):
+        elif info.state == "no export":
+            kept[info.path] = "it is no export"
+        elif info.state == "unreadable":
             kept[info.path] = f"it cannot be read: {info.problem}"
         elif info.num_holders:
             kept[info.path] = f"{info.state}, {_in_use(info.num_holders)}"
