@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from bridge.errors import EngineError, RankError
+from bridge.errors import ConfigError, EngineError, RankError
 
 T = TypeVar("T")
 Bytes = npt.NDArray[np.uint8]
@@ -59,6 +59,35 @@ def world_size() -> int:
 def local_world_size() -> int:
     """Return how many ranks share this machine: LOCAL_WORLD_SIZE, as torchrun sets it; without it, all."""
     return min(world_size(), int(os.environ.get("LOCAL_WORLD_SIZE") or world_size()))
+
+
+def resolve_rank(given_rank: int | None = None, given_world_size: int | None = None) -> tuple[int, int]:
+    """Return rank and world_size: those given, the default process group's, RANK and WORLD_SIZE, or 0 and 1.
+
+    Raises:
+        ConfigError: One is given or set without the other, or they are no rank of a world of that size.
+    """
+    if given_rank is not None or given_world_size is not None:
+        return _checked_rank(given_rank, given_world_size, "rank=", "world_size=")
+    if world_size() > 1:
+        return rank(), world_size()
+    found = [os.environ.get(name) or None for name in ("RANK", "WORLD_SIZE")]
+    if found in ([None, None], [None, "1"]):
+        return 0, 1
+    try:
+        numbers = [None if text is None else int(text) for text in found]
+    except ValueError as exc:
+        raise ConfigError(f"RANK is {found[0]!r} and WORLD_SIZE {found[1]!r}; they must be whole numbers.") from exc
+    return _checked_rank(*numbers, "RANK", "WORLD_SIZE")
+
+
+def _checked_rank(number: int | None, size: int | None, *names: str) -> tuple[int, int]:
+    if number is None or size is None:
+        there, absent = names if size is None else names[::-1]
+        raise ConfigError(f"{there} is given without {absent}.\n  Give both, or neither: torchrun sets them.")
+    if not 0 <= number < size:
+        raise ConfigError(f"{names[0]} is {number} and {names[1]} {size}; ranks count from 0 to world_size - 1.")
+    return number, size
 
 
 def _asked(name: str, alone: int) -> int:

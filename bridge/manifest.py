@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bridge.errors import ExportError
-from bridge.volumes.digest import digest_ranges
+from bridge.volumes.digest import digest_bytes, digest_ranges
 
 FORMAT_VERSION = 1
 
@@ -76,6 +76,14 @@ class Manifest:
     def schema(self) -> pa.Schema:
         """The Arrow schema that readers get, whatever Parquet can say of it."""
         return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.schema_ipc)))
+
+    @cached_property
+    def digest(self) -> str:
+        """What is equal only for exports of the same bytes in the same shards."""
+        parts = [
+            [shard.name, shard.footer_digest, *(group.digest for group in shard.row_groups)] for shard in self.shards
+        ]
+        return digest_bytes(json.dumps(parts).encode())
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest as JSON values."""
@@ -144,7 +152,7 @@ def describe_shard(path: Path, schema: pa.Schema | None = None, as_integers: Col
     ranges, position = [], 0
     for index in range(footer.num_row_groups):
         chunks = [footer.row_group(index).column(i) for i in range(footer.num_columns)]
-        stop = max((_chunk_start(chunk) + chunk.total_compressed_size for chunk in chunks), default=0)
+        stop = max((chunk_range(chunk)[1] for chunk in chunks), default=0)
         ranges.append((position, max(position, stop)))
         position = ranges[-1][1]
     digests = digest_ranges(path, [*ranges, (position, num_bytes)])
@@ -195,6 +203,7 @@ def _holds(found: pa.DataType, wanted: pa.DataType) -> bool:
     return bool(found.equals(wanted) or types.is_null(wanted) or (types.is_duration(wanted) and types.is_int64(found)))
 
 
-def _chunk_start(chunk: Any) -> int:
-    """Return where a column chunk starts; writers leave out the dictionary page as None or as 0."""
-    return int(min((offset for offset in (chunk.dictionary_page_offset, chunk.data_page_offset) if offset), default=0))
+def chunk_range(chunk: Any) -> tuple[int, int]:
+    """Return the bytes [start, stop) of a column chunk; writers leave out the dictionary page as None or as 0."""
+    start = min((offset for offset in (chunk.dictionary_page_offset, chunk.data_page_offset) if offset), default=0)
+    return int(start), int(start + chunk.total_compressed_size)

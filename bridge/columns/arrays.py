@@ -130,6 +130,15 @@ def to_matrix(
     """
     import numpy as np
 
+    arrays = feature_arrays(table, features, dtype)
+    matrix = np.empty((table.num_rows, len(arrays)), dtype=arrays[0].dtype)
+    for index, values in enumerate(arrays):
+        matrix[:, index] = values
+    return matrix, None if label is None else column_to_numpy(pick_column(table, label), label)
+
+
+def feature_arrays(table: pa.Table, features: Sequence[str], dtype: Any = None) -> list[np.ndarray[Any, Any]]:
+    """Return the columns of X, each of shape [rows] and all of one type, as `to_matrix` says; may be read-only."""
     columns = pick_features(table, features)
     for name, column in columns.items():
         if pa.types.is_dictionary(column.type):
@@ -139,17 +148,22 @@ def to_matrix(
                 f"feature {name!r} is {column.type}, which is no number.\n{_ways_to_numbers(name, column.type)}"
             )
     target = _matrix_type(columns, dtype)
-    matrix = np.empty((table.num_rows, len(columns)), dtype=target)
-    for index, (name, column) in enumerate(columns.items()):
-        values = column_to_numpy(_as_type(column, target, name), name)
-        with np.errstate(over="ignore"):
-            matrix[:, index] = values
-        if pa.types.is_floating(column.type) and (np.isinf(matrix[:, index]) & ~np.isinf(values)).any():
-            raise LossyConversionError(
-                f"feature {name!r} ({column.type}) holds values that {target} cannot: they would become infinite.\n"
-                '  Give a wider type: dtype="float64".'
-            )
-    return matrix, None if label is None else column_to_numpy(pick_column(table, label), label)
+    return [_feature_array(column, target, name) for name, column in columns.items()]
+
+
+def _feature_array(column: pa.ChunkedArray, target: np.dtype[Any], name: str) -> np.ndarray[Any, Any]:
+    import numpy as np
+
+    values = column_to_numpy(_as_type(column, target, name), name)
+    with np.errstate(over="ignore"):
+        made: np.ndarray[Any, Any] = values.astype(target, copy=False)
+    narrows = values.dtype != target and pa.types.is_floating(column.type)
+    if narrows and (np.isinf(made) & ~np.isinf(values)).any():
+        raise LossyConversionError(
+            f"feature {name!r} ({column.type}) holds values that {target} cannot: they would become infinite.\n"
+            '  Give a wider type: dtype="float64".'
+        )
+    return made
 
 
 def _ways_to_numbers(name: str, arrow: pa.DataType) -> str:

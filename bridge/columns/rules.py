@@ -77,6 +77,17 @@ class Rules:
         return rules
 
     @classmethod
+    def choose_for_files(cls, source: pa.Schema, given: Policies | None) -> Rules:
+        """Return the rules for rows that Spark has written.
+
+        Raises:
+            PolicyError: As in `choose`; or a policy is one of Spark's.
+        """
+        if any(by_spark(given)):
+            raise PolicyError("drop_nulls() and to_json() are done by Spark: export the table with them.")
+        return cls.choose(source, given)
+
+    @classmethod
     def from_json(cls, source: pa.Schema, body: Mapping[str, list[dict[str, Any]]]) -> Rules:
         """Return the rules that a receipt tells of."""
         return cls(source, {name: tuple(map(Policy.from_json, policies)) for name, policies in body.items()})
@@ -96,6 +107,13 @@ class Rules:
         return not self.schema.equals(self.source, check_metadata=True) or any(
             not isinstance(policy, DropNulls | ToJson) for policies in self.policies.values() for policy in policies
         )
+
+    def narrowed(self, columns: Sequence[str]) -> Rules:
+        """Return the rules without the columns of which none of `columns` is made."""
+        kept = [
+            field for field in self.source if set(Rules(pa.schema([field]), self.policies).schema.names) & set(columns)
+        ]
+        return Rules(pa.schema(kept), self.policies)
 
     @property
     def categories(self) -> dict[str, list[str]]:

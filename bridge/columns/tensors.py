@@ -168,17 +168,28 @@ def to_torch_matrix(
     require_torch()
     import torch
 
-    wanted = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    matrix, _ = to_matrix(table, features, None, wanted)
-    if label is None:
-        return torch.from_numpy(matrix), None
+    matrix, _ = to_matrix(table, features, None, numpy_dtype(dtype))
+    return torch.from_numpy(matrix), None if label is None else label_to_torch(table, label)
+
+
+def label_to_torch(table: pa.Table, label: str) -> torch.Tensor:
+    """Return y. It may share memory with the table."""
+    import torch
+
     chosen = pick_column(table, label)
     is_text = pa.types.is_string(chosen.type)
     target = column_to_torch(chosen, label)
     if not isinstance(target, torch.Tensor):
         way = f"{ways_out(label, 'dictionary()')}." if is_text else "  Make numbers of it in Spark."
         raise LossyConversionError(f"label {label!r} is {chosen.type}, which makes no tensor of labels.\n{way}")
-    return torch.from_numpy(matrix), target
+    return target
+
+
+def numpy_dtype(dtype: Any) -> Any:
+    """Return a dtype of torch as what NumPy calls it; others as they are."""
+    import torch
+
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
 
 
 def _writable(array: Any) -> Any:

@@ -9,10 +9,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bridge.columns.rules import Rules, by_spark
+from bridge.columns.rules import Rules
 from bridge.config import load_settings
 from bridge.display import did_you_mean
-from bridge.errors import ExportNotFoundError, PolicyError, SourceError
+from bridge.errors import ExportNotFoundError, SourceError
 from bridge.manifest import Manifest
 from bridge.spark.shape import LAYOUT, Shape
 from bridge.tables.fetch import load_for_all
@@ -184,9 +184,7 @@ def _told_apart(found: list[tuple[Path, Manifest]]) -> str:
 def _opened(folder: Path, manifest: Manifest, policies: Policies | None, settings: Settings) -> Table:
     rules = None
     if policies is not None:
-        if any(by_spark(policies)):
-            raise PolicyError("drop_nulls() and to_json() are done by Spark: export the table with them.")
-        rules = bind(folder, manifest, Rules.choose(manifest.schema, policies))
+        rules = bind(folder, manifest, Rules.choose_for_files(manifest.schema, policies))
     return Table.exported(folder, manifest, rules, client_max_bytes=settings.client_max_bytes)
 
 

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from bridge.columns.rules import Rules
 from bridge.errors import ExportError, VolumeError
-from bridge.loading.parquet import ExportedRowGroups
+from bridge.loading.row_groups import ExportedRowGroups
 from bridge.manifest import LostTimesError, Manifest, Shard, describe_shard, encode_schema
 from bridge.progress import progress_bar
 from bridge.spark.connect import Connection
@@ -185,8 +185,7 @@ def publish(
 
 def bind(folder: Path, manifest: Manifest, rules: Rules) -> Rules:
     """Return the rules with dictionaries of what an export holds."""
-    row_groups = ExportedRowGroups(folder, manifest, Rules(manifest.schema, {}))
-    return rules.bound(lambda: map(row_groups.read, range(len(row_groups.row_counts))))
+    return ExportedRowGroups(folder, manifest).under(rules).rules
 
 
 def _seen(folder: Path, written: Written, schema: pa.Schema, name: str, show: bool | None) -> tuple[Shard, ...]:

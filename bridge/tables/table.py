@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,12 +14,13 @@ from bridge.columns.contract import TypeContract, type_contract
 from bridge.columns.rules import Rules
 from bridge.config import available_memory
 from bridge.display import format_bytes, format_count
-from bridge.distributed import local_world_size, world_size
+from bridge.distributed import local_world_size
 from bridge.errors import MissingDependencyError, TableTooLargeError
-from bridge.loading.files import local_files
-from bridge.loading.parquet import ExportedRowGroups, RowGroups, stream_row_groups
+from bridge.loading.cached import local_files
+from bridge.loading.row_groups import ExportedRowGroups, RowGroups, stream_row_groups
 from bridge.manifest import Manifest
 from bridge.tables.plan import Plan, Route
+from bridge.volumes.digest import DigestSink
 from bridge.volumes.hold import hold_attempt
 from bridge.volumes.stores import LocalStorage
 
@@ -30,26 +31,45 @@ if TYPE_CHECKING:
     from bridge.loading.loader import DataLoader
 
 
+_GROUP_ROWS = 65_536
+
+
 class CollectedRowGroups:
-    """Rows in memory; each chunk is a row group."""
+    """Rows in memory, in row groups of one size: the batches in which they came may differ from time to time."""
+
+    is_shared = True
+    bytes_read = 0
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table
-        self._batches = table.to_batches()
 
     @property
     def schema(self) -> pa.Schema:
-        """The types of every chunk's rows."""
+        """The types of the rows."""
         return self.table.schema
 
     @property
     def row_counts(self) -> list[int]:
-        """The rows of each chunk."""
-        return [batch.num_rows for batch in self._batches]
+        """The rows of each row group."""
+        rows = self.table.num_rows
+        return [min(_GROUP_ROWS, rows - start) for start in range(0, rows, _GROUP_ROWS)]
+
+    @cached_property
+    def digest(self) -> str:
+        """What is equal only for equal rows in the same order."""
+        sink = DigestSink()
+        with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), self.schema) as writer:
+            for index in range(len(self.row_counts)):
+                writer.write_table(self.read(index).combine_chunks())
+        return sink.digest()
 
     def read(self, index: int) -> pa.Table:
-        """Return the rows of one chunk, without a copy."""
-        return pa.Table.from_batches([self._batches[index]], self.schema)
+        """Return the rows of one row group, without a copy."""
+        return self.table.slice(index * _GROUP_ROWS, _GROUP_ROWS)
+
+    def narrowed(self, columns: Sequence[str]) -> CollectedRowGroups:
+        """Return the same row groups with these columns alone."""
+        return CollectedRowGroups(self.table.select(columns))
 
 
 class Table:
@@ -217,40 +237,30 @@ class Table:
         shuffle_window: int = 200_000,
         seed: int = 0,
         drop_last: bool = False,
+        canonical_world_size: int | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
     ) -> DataLoader:
-        """Return an iterable over batches of tensors for training in this process, on either route.
+        """Return a loader of batches of tensors, on either route; its state resumes a run exactly.
 
-        Every rank of a process group gets all rows, and is warned of it.
-
-        Args:
-            batch_size: Rows of a batch.
-            shuffle: Give the rows in another order each epoch, which is a function of `seed` and the epoch's number.
-            shuffle_window: Rows that are mixed together, at least; more need more memory.
-            drop_last: Leave out a last batch that is shorter.
+        Under a process group each rank gets its part, in as many batches as the others; `ParquetDataset` says how, and
+        what the arguments mean. `bridge.DataLoader(bridge.ParquetDataset(table.path))` takes more of them.
 
         Raises:
             ValueError: An argument is out of range.
             SourceNotFoundError: A feature or the label was not loaded.
         """
         from bridge.loading.loader import DataLoader
+        from bridge.loading.parquet import RowGroupDataset
 
-        if world_size() > 1:
-            warnings.warn(
-                f"to_loader gives all rows, in the same order, on each of {world_size()} ranks. For a part on each: "
-                "datasets.distributed.split_dataset_by_node(table.to_huggingface(streaming=True), rank, world_size).",
-                RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
-        return DataLoader(
-            self._row_groups,
-            batch_size=batch_size,
-            features=features,
-            label=label,
-            dtype=dtype,
-            shuffle=shuffle,
-            shuffle_window=shuffle_window,
-            seed=seed,
-            drop_last=drop_last,
-        )
+        name = f"{self.receipt['table']}, {format_count(self.num_rows)} rows"
+        dataset = RowGroupDataset(
+            partial(_itself, self._row_groups), name=name, features=features, label=label, dtype=dtype,
+            batch_size=batch_size, shuffle=shuffle, shuffle_window=shuffle_window, seed=seed, drop_last=drop_last,
+            canonical_world_size=canonical_world_size, rank=rank, world_size=world_size,
+        )  # fmt: skip
+        dataset.check()
+        return DataLoader(dataset)
 
     def to_huggingface(self, streaming: bool | None = None) -> datasets.Dataset | datasets.IterableDataset:
         """Return the rows as a Hugging Face dataset.
@@ -327,3 +337,7 @@ class Table:
 def _refuse_label(label: str | None, dtype: Any) -> None:
     if label is not None or dtype is not None:
         raise ValueError("label and dtype go with features: name the columns that make X.")
+
+
+def _itself(row_groups: RowGroups) -> RowGroups:
+    return row_groups

@@ -13,7 +13,7 @@ import torch
 
 from bridge.columns.huggingface import to_dataset, to_iterable_dataset
 from bridge.errors import LossyConversionError
-from bridge.loading.parquet import ExportedRowGroups, stream_row_groups
+from bridge.loading.row_groups import ExportedRowGroups, stream_row_groups
 from bridge.manifest import Manifest
 from tests.exports import make_export
 

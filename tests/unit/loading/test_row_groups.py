@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bridge.errors import CorruptFileError, LossyConversionError
-from bridge.loading.parquet import ExportedRowGroups, stream_row_groups
+from bridge.loading.row_groups import ExportedRowGroups, stream_row_groups
 from bridge.manifest import Manifest, encode_schema
 from tests.exports import make_export
 

@@ -1,0 +1,349 @@
+"""What datasets with an order have in common: epoch, position, rank and worker, and the state that brings them back.
+
+main process:  begin ── which epoch, from where, for which rank; all ranks agree on it ── tells its workers
+each process:  items ── its own part of the order, and how many items were handed out
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any
+
+from bridge import distributed
+from bridge.distributed import resolve_rank
+from bridge.errors import MissingDependencyError
+from bridge.loading.agreement import agree
+from bridge.loading.order import num_valid
+from bridge.loading.stats import Traffic
+
+try:
+    import torch
+    from torch.utils.data import IterableDataset, get_worker_info
+except ImportError as exc:
+    raise MissingDependencyError(
+        'loaders need torch, which is not installed.\n  pip install "spark-training-bridge[torch]"'
+    ) from exc
+
+STATE_FORMAT = 1
+
+_MOST_WORKERS = 1024
+_HEAD = 6  # epoch, consumed, canonical_world_size, rank, world_size, the worker whose turn it is
+_SLOT = 3  # of each worker: passes begun since the head was written, and item and made of its Pass
+_UNSET = -1
+
+
+@dataclass(frozen=True)
+class Listing:
+    """What there is to be ordered: the rows of each row group, and what is equal only for equal data."""
+
+    row_counts: Sequence[int]
+    digest: str
+
+    @cached_property
+    def num_rows(self) -> int:
+        """The rows of all row groups."""
+        return int(sum(self.row_counts))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A position in an epoch: `consumed` positions are done.
+
+    Where a wrapper does not make one item of one, `items` tells for each worker how many items of the dataset under it
+    are done since `consumed`, and how many were made of the next ones; `next_worker` is the one whose turn it is.
+    """
+
+    epoch: int
+    consumed: int = 0
+    canonical_world_size: int | None = None
+    items: tuple[tuple[int, int], ...] = ()
+    next_worker: int = 0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What one process iterates over: its rank's part of the order from `place` on, and its worker's part of that.
+
+    Attributes:
+        item: How many items of its part are left out at the start.
+        made: How many items a wrapper has made of those that come next, and which it is to leave out.
+    """
+
+    place: Place
+    rank: int
+    world_size: int
+    worker: int = 0
+    num_workers: int = 1
+    item: int = 0
+    made: int = 0
+
+
+class OrderedDataset(IterableDataset[Any]):
+    """A dataset whose order is a function, and whose position is a few integers.
+
+    An iteration that is left begins its epoch anew; one that ends is followed by the next epoch.
+
+    Attributes:
+        run: The pass that this process began last.
+        pulled: How many items of it this process has yielded, those left out at its start included.
+        makes_batches: Whether an item is a batch.
+        remedy: What to do where the training loop waits for this dataset.
+    """
+
+    makes_batches = False
+    remedy = ""
+
+    def __init__(
+        self, *, batch_size: int | None, shuffle: bool, shuffle_window: int, seed: int, drop_last: bool,
+        canonical_world_size: int | None, rank: int | None, world_size: int | None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        check_sizes(batch_size=batch_size, shuffle_window=shuffle_window, canonical_world_size=canonical_world_size)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"seed is {seed!r}; give a whole number.")
+        if rank is not None or world_size is not None:
+            resolve_rank(rank, world_size)
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.shuffle_window = shuffle_window
+        self.seed = seed
+        self.drop_last = drop_last
+        self.canonical_world_size = canonical_world_size
+        self.pulled = 0
+        self._rank = rank
+        self._world_size = world_size
+        self._digest: str | None = None  # of the data that the position is in
+        self._place = Place(0)
+        self._is_finished = False
+        self._pending: Place | None = None  # where the next iteration begins, if a state said it
+        self.run: Pass | None = None
+        self._led: Pass | None = None  # begun by `lead`, and not yet iterated over
+        # read by workers at each start, also by those that live on from epoch to epoch
+        self._shared = torch.zeros(_HEAD + _SLOT * _MOST_WORKERS, dtype=torch.int64).share_memory_()
+        self._tell(self._place)
+
+    def listing(self) -> Listing:
+        """Return what there is, looked up once; under a process group, all ranks call it together."""
+        raise NotImplementedError
+
+    def _items(self, run: Pass) -> Iterator[Any]:
+        """Yield the items of a pass."""
+        raise NotImplementedError
+
+    def _num_items(self, run: Pass) -> int:
+        """Return how many items a rank has from the place of a pass on."""
+        raise NotImplementedError
+
+    def _options(self) -> dict[str, Any]:
+        """Return what all ranks must have in common beside what orders them."""
+        return {"batch_size": self.batch_size, "drop_last": self.drop_last}
+
+    @property
+    def rows_per_item(self) -> int:
+        """How many positions of a rank one item takes."""
+        return 1
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this process has read for this dataset so far."""
+        return Traffic()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the iteration goes through, or that the next one will."""
+        return self._place.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, which begins at its start unless a state of that epoch was loaded."""
+        if self._pending is None or self._pending.epoch != epoch:
+            self._set(Place(epoch))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position: a few integers, and the digest of the data.
+
+        Raises:
+            RuntimeError: Workers of torch's own DataLoader iterate, whose positions are not known here.
+        """
+        if get_worker_info() is None and bool(self._shared[_HEAD::_SLOT].any()):
+            raise RuntimeError(
+                "workers of torch.utils.data.DataLoader iterate over this dataset, and only they know where they are.\n"
+                "  Use bridge.DataLoader, whose state_dict() counts the batches that the training loop got."
+            )
+        order = {"seed": self.seed, "shuffle": self.shuffle, "shuffle_window": self.shuffle_window}
+        return {"format": STATE_FORMAT, "digest": self._digest, **order, **asdict(self._place)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration begin where the state was taken.
+
+        Batch size, world_size and num_workers may be others than then; not, though, where a wrapper had made more or
+        fewer items than it took. Whether the data is the same is seen when the iteration begins.
+
+        Raises:
+            ValueError: It is no state of a dataset, or one of another order.
+        """
+        if not isinstance(state, Mapping) or state.get("format") != STATE_FORMAT:
+            found = state.get("format") if isinstance(state, Mapping) else type(state).__name__
+            raise ValueError(f"the state has format {found!r}; this version reads {STATE_FORMAT}.")
+        for name in ("seed", "shuffle", "shuffle_window"):
+            if state[name] != getattr(self, name):
+                raise ValueError(
+                    f"the state was taken with {name}={state[name]}; this dataset has {getattr(self, name)}.\n"
+                    "  Make it with the same arguments, or begin an epoch without the state: set_epoch()."
+                )
+        place = Place(**{field.name: state[field.name] for field in fields(Place)})
+        if self.canonical_world_size is not None and place.canonical_world_size not in (
+            None,
+            self.canonical_world_size,
+        ):
+            raise ValueError(
+                f"the state was taken with canonical_world_size={place.canonical_world_size}; this dataset has "
+                f"{self.canonical_world_size}.\n  Leave it out, and the epoch goes on as it began."
+            )
+        # JSON makes lists of tuples
+        place = replace(place, items=tuple((int(item), int(made)) for item, made in place.items))
+        self._digest = state["digest"]
+        self._set(place)
+        self._pending = place
+
+    def __len__(self) -> int:
+        """Items of an epoch on each rank, wherever the position is; under a process group, all ranks call it."""
+        return self._num_items(Pass(Place(0), *self._world()))
+
+    def num_valid(self, step: int) -> int:
+        """Return how many rows of a batch are real; those behind them repeat one, so that all ranks have as many.
+
+        Args:
+            step: Counted from where the iteration began, so from 0 after a resume.
+        """
+        run = self.run or Pass(self._pending or Place(0), *self._world())
+        return num_valid(
+            step, self.listing().num_rows, batch_size=self.batch_size or 1, rank=run.rank, world_size=run.world_size,
+            consumed=run.place.consumed,
+        )  # fmt: skip
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        if info is not None:
+            self.run = self._pass_of_worker(info.id, info.num_workers)
+            return self._counted(self.run)
+        led, self._led = self._led, None
+        return self._counted(led) if led else self._moving(self._begin())
+
+    def lead(self, num_workers: int = 0) -> Pass:
+        """Begin a pass whose position `DataLoader` tells, through `moved` and `finish`; the next iteration is it.
+
+        Args:
+            num_workers: Processes that iterate; 0 for this one.
+        """
+        run = self._begin(max(1, num_workers))
+        self._tell(run.place, run)
+        self._led = run
+        return run
+
+    def moved(self, run: Pass, items: int) -> None:
+        """Note that the training loop has so many items of a pass, of all its workers together."""
+        num_rows = self.listing().num_rows
+        self._is_finished = items >= self._num_items(run)
+        consumed = run.place.consumed + items * self.rows_per_item * run.world_size
+        # what drop_last leaves out is done too
+        self._place = replace(run.place, consumed=num_rows if self._is_finished else min(consumed, num_rows))
+
+    def moved_apart(self, run: Pass, items: Sequence[tuple[int, int]], next_worker: int) -> None:
+        """Note how far each worker is, where a wrapper does not make one item of one."""
+        self._place = replace(run.place, items=tuple(items), next_worker=next_worker)
+
+    def finish(self, run: Pass) -> None:
+        """Go on to the next epoch."""
+        self._set(Place(run.place.epoch + 1))
+
+    def _moving(self, run: Pass) -> Iterator[Any]:
+        for item in self._counted(run):
+            self.moved(run, self.pulled)
+            yield item
+        self.finish(run)
+
+    def _counted(self, run: Pass) -> Iterator[Any]:
+        self.pulled = run.item
+        for item in self._items(run):
+            self.pulled += 1
+            yield item
+
+    def _begin(self, num_workers: int = 1) -> Pass:
+        rank, world = self._world()
+        listing = self.listing()
+        place = self._pending or Place(self._place.epoch + self._is_finished)
+        if self._pending and self._digest not in (None, listing.digest):
+            raise ValueError(
+                f"the state was taken over other data than {self} holds now (digest {self._digest}, not "
+                f"{listing.digest}).\n  Open the data that it was taken over, or begin an epoch: set_epoch()."
+            )
+        if place.items and len(place.items) != num_workers:
+            raise ValueError(
+                f"the state was taken with {len(place.items)} process(es) of a wrapper that does not make one item of "
+                f"one; here are {num_workers}.\n  Resume with num_workers={len(place.items)}, or begin an epoch."
+            )
+        streams = place.canonical_world_size or self.canonical_world_size or world
+        place = replace(place, canonical_world_size=streams)
+        if (rank, world) == (distributed.rank(), distributed.world_size()):
+            agree(f"an iteration over {self}", {
+                **self._options(), "digest": listing.digest, "seed": self.seed, "shuffle": self.shuffle,
+                "shuffle_window": self.shuffle_window, "epoch": place.epoch, "consumed": place.consumed,
+                "canonical_world_size": streams,
+            })  # fmt: skip
+        self._digest, self._pending, self._is_finished, self._place = listing.digest, None, False, place
+        first = place.items[0] if place.items and num_workers == 1 else (0, 0)
+        self.run = Pass(place, rank, world, item=first[0], made=first[1])
+        return self.run
+
+    def _pass_of_worker(self, worker: int, num_workers: int) -> Pass:
+        epoch, consumed, streams, rank, world, turn = self._shared[:_HEAD].tolist()
+        number = (worker + turn) % num_workers
+        slot = self._shared[_HEAD + _SLOT * number :][:_SLOT]
+        begun, item, made = slot.tolist()
+        if rank == _UNSET:  # of torch's own loader: each pass after the first is of a next epoch
+            slot[0] += 1
+            rank, world = self._world()
+            if begun:
+                epoch, consumed, streams, item, made = epoch + begun, 0, 0, 0, 0
+        place = Place(epoch, consumed, streams or self.canonical_world_size or world)
+        return Pass(place, rank, world, number, num_workers, item, made)
+
+    def _world(self) -> tuple[int, int]:
+        return resolve_rank(self._rank, self._world_size)
+
+    def _set(self, place: Place) -> None:
+        self._place, self._pending, self._is_finished, self._led = place, None, False, None
+        self._tell(place)
+
+    def _tell(self, place: Place, run: Pass | None = None) -> None:
+        """Write what workers read when they begin."""
+        rank, world = (run.rank, run.world_size) if run else (_UNSET, _UNSET)
+        self._shared.zero_()
+        self._shared[:_HEAD] = torch.tensor(
+            [place.epoch, place.consumed, place.canonical_world_size or 0, rank, world, place.next_worker]
+        )
+        for worker, (item, made) in enumerate(place.items):
+            self._shared[_HEAD + _SLOT * worker + 1 :][:2] = torch.tensor([item, made])
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a process that gets a copy has no process group
+        rank, world = self._world()
+        return {**self.__dict__, "_rank": rank, "_world_size": world, "_led": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if not self._shared.is_shared():
+            self._shared = self._shared.clone().share_memory_()
+
+
+def check_sizes(**sizes: int | None) -> None:
+    """Refuse what is no whole number of at least 1.
+
+    Raises:
+        ValueError: One is not; None is taken as not given.
+    """
+    for name, value in sizes.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} is {value!r}; give a whole number, 1 or more.")

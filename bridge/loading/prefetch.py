@@ -1,0 +1,90 @@
+"""Work done ahead, in one thread, as far as a number of bytes allows."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+def made_ahead(items: Iterator[T], size_of: Callable[[T], int], max_bytes: int) -> Generator[T]:
+    """Yield the items while a thread makes the next ones.
+
+    One is begun while those that wait hold no more than `max_bytes` with it, as large as the last was, or where none
+    waits. What making one raises is raised here, in its place.
+    """
+    ahead = _Ahead(items, size_of, max_bytes)
+    # a thread that still decodes when the interpreter ends takes the process down with it
+    atexit.register(ahead.stop)
+    ahead.thread.start()
+    try:
+        yield from ahead
+    finally:
+        ahead.stop()
+        atexit.unregister(ahead.stop)
+
+
+class _Ahead(Generic[T]):
+    def __init__(self, items: Iterator[T], size_of: Callable[[T], int], max_bytes: int) -> None:
+        self.thread = threading.Thread(target=self._work, name="bridge-decode", daemon=True)
+        self._items = items
+        self._size_of = size_of
+        self._max_bytes = max_bytes
+        self._changed = threading.Condition()
+        self._made: deque[tuple[T, int]] = deque()
+        self._num_bytes = 0
+        self._is_over = False
+        self._error: BaseException | None = None
+
+    def __iter__(self) -> Iterator[T]:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._made or self._is_over)
+                if not self._made:
+                    break
+                item, num_bytes = self._made.popleft()
+                self._num_bytes -= num_bytes
+                self._changed.notify()
+            yield item
+            del item  # so that it is freed when the caller lets go of it
+        if self._error is not None:
+            raise self._error
+
+    def stop(self) -> None:
+        """End the thread, when it has made what it is at."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+        if self.thread is not threading.current_thread():
+            self.thread.join()
+        self._made.clear()
+
+    def _work(self) -> None:
+        last = 0
+        try:
+            while self._may_begin(last):
+                item = next(self._items, None)
+                if item is None:
+                    break
+                last = self._size_of(item)
+                with self._changed:
+                    self._made.append((item, last))
+                    self._num_bytes += last
+                    self._changed.notify()
+                del item
+        except BaseException as exc:  # noqa: BLE001 - carried to the consumer, who raises it
+            self._error = exc
+        with self._changed:
+            self._is_over = True
+            self._changed.notify()
+
+    def _may_begin(self, num_bytes: int) -> bool:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_over or not self._made or self._num_bytes + num_bytes <= self._max_bytes
+            )
+            return not self._is_over
