@@ -44,7 +44,9 @@ if TYPE_CHECKING:
         sparse,
         to_json,
     )
+    from bridge.loading.files import UCVolumeDataset
     from bridge.loading.loader import DataLoader
+    from bridge.loading.parquet import ParquetDataset
     from bridge.spark.connect import connect
     from bridge.tables.export import export_table, open_export
     from bridge.tables.inventory import ExportInfo, VerifyReport, list_exports, verify_export
@@ -73,6 +75,7 @@ __all__ = [
     "ExportNotFoundError",
     "LossyConversionError",
     "MissingDependencyError",
+    "ParquetDataset",
     "Plan",
     "PolicyError",
     "PruneReport",
@@ -82,6 +85,7 @@ __all__ = [
     "SourceNotFoundError",
     "Table",
     "TableTooLargeError",
+    "UCVolumeDataset",
     "VerifyReport",
     "VolumeError",
     "__version__",
@@ -117,9 +121,11 @@ _HOMES = {
     "CopyReport": "bridge.volumes.copy",
     "DataLoader": "bridge.loading.loader",
     "ExportInfo": "bridge.tables.inventory",
+    "ParquetDataset": "bridge.loading.parquet",
     "Plan": "bridge.tables.plan",
     "PruneReport": "bridge.tables.retention",
     "Table": "bridge.tables.table",
+    "UCVolumeDataset": "bridge.loading.files",
     "VerifyReport": "bridge.tables.inventory",
     "as_float32": "bridge.columns.policies",
     "as_float64": "bridge.columns.policies",

@@ -78,7 +78,7 @@ def resolve_rank(given_rank: int | None = None, given_world_size: int | None = N
         numbers = [None if text is None else int(text) for text in found]
     except ValueError as exc:
         raise ConfigError(f"RANK is {found[0]!r} and WORLD_SIZE {found[1]!r}; they must be whole numbers.") from exc
-    return _checked_rank(*numbers, "RANK", "WORLD_SIZE")
+    return _checked_rank(numbers[0], numbers[1], "RANK", "WORLD_SIZE")
 
 
 def _checked_rank(number: int | None, size: int | None, *names: str) -> tuple[int, int]:

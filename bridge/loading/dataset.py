@@ -11,11 +11,13 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from bridge import distributed
 from bridge.distributed import resolve_rank
 from bridge.errors import MissingDependencyError
 from bridge.loading.agreement import agree
-from bridge.loading.order import num_valid
+from bridge.loading.order import Indices, num_valid
 from bridge.loading.stats import Traffic
 
 try:
@@ -38,13 +40,13 @@ _UNSET = -1
 class Listing:
     """What there is to be ordered: the rows of each row group, and what is equal only for equal data."""
 
-    row_counts: Sequence[int]
+    row_counts: Sequence[int] | Indices
     digest: str
 
     @cached_property
     def num_rows(self) -> int:
         """The rows of all row groups."""
-        return int(sum(self.row_counts))
+        return int(np.sum(self.row_counts))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from bridge.loading.order import Indices, Order, Share, Taken
 from bridge.loading.prefetch import made_ahead
 from bridge.loading.row_groups import RowGroups
 
-Column: TypeAlias = "torch.Tensor | Any"  # a tensor, or an Arrow column of which each batch is made anew
+Column: TypeAlias = Any  # a tensor, or an Arrow column of which each batch is made anew
 Columns: TypeAlias = list[Column]
 
 _BLOCK_ROWS = 2048  # of 32 columns of float32: what fits in the cache of a core
@@ -354,7 +354,7 @@ def _interleaved(parts: list[Columns], names: list[str], num_rows: int) -> Colum
 def _joined(parts: Sequence[Column], name: str) -> Column:
     if len(parts) == 1:
         return parts[0]
-    if not isinstance(parts[0], torch.Tensor):
+    if not all(isinstance(part, torch.Tensor) for part in parts):
         return pa.chunked_array([chunk for part in parts for chunk in part.chunks], parts[0].type)
     _check_shapes(parts, name)
     return torch.cat([_signed(part) for part in parts]).view(parts[0].dtype)

@@ -151,7 +151,10 @@ class Order:
 
     def rows_of_ones(self, start: int, stop: int, step: int) -> Indices:
         """Return the row groups at positions start, start + step, ... of an order in which each holds one row."""
-        positions = np.arange(start, stop, step, dtype=np.int64)
+        return self.rows_at(np.arange(start, stop, step, dtype=np.int64))
+
+    def rows_at(self, positions: Indices) -> Indices:
+        """Return the row groups at some positions of an order in which each holds one row."""
         row, stream = np.divmod(positions, self.canonical_world_size)
         size, longer = divmod(self.num_rows, self.canonical_world_size)
         chosen: Indices = self._groups[stream * size + np.minimum(stream, longer) + row]
@@ -186,9 +189,15 @@ def num_valid(step: int, num_rows: int, *, batch_size: int, rank: int, world_siz
     return max(0, -(-(stop - first) // world_size))
 
 
+def padding(num_rows: int, *, rank: int, world_size: int) -> int:
+    """Return the position that pads a rank's last batch: the rank's last, or the last of all where it has none."""
+    last = num_rows - 1
+    return last - (last - rank) % world_size if rank <= last else last
+
+
 def _permutation(key: str, count: int) -> Indices:
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-    permutation: Indices = np.random.RandomState(
-        np.random.Philox(key=int.from_bytes(digest, "little"))  # type: ignore[arg-type]
-    ).permutation(count)
+    permutation: Indices = np.random.RandomState(np.random.Philox(key=int.from_bytes(digest, "little"))).permutation(
+        count
+    )
     return permutation

@@ -20,7 +20,7 @@ from bridge.loading.cached import local_files, open_cache
 from bridge.loading.dataset import Listing, OrderedDataset, Pass
 from bridge.loading.decode import Batches, Columns, Form, join, last_row
 from bridge.loading.foreign import find_files, open_files
-from bridge.loading.order import Order, num_steps, num_valid
+from bridge.loading.order import Order, num_steps, num_valid, padding
 from bridge.loading.row_groups import ExportedRowGroups, RowGroups
 from bridge.loading.stats import Traffic
 from bridge.manifest import Manifest
@@ -164,17 +164,13 @@ class RowGroupDataset(OrderedDataset):
                 if is_padded:
                     real = next(made) if last_valid else None
                     before = real or columns
-                    row = last_row(before) if before else batches.row(order, self._padding(run))
+                    at = padding(num_rows, rank=run.rank, world_size=run.world_size)
+                    row = last_row(before) if before else batches.row(order, at)
                     columns = join([real, row], self.form.names) if real else row
                 else:
                     columns = next(made)
                 if (step - run.worker) % run.num_workers == 0:
                     yield columns
-
-    def _padding(self, run: Pass) -> int:
-        """Return the position that is repeated: the last of the rank, or of all where it has none."""
-        last = self._listing.num_rows - 1
-        return last - (last - run.rank) % run.world_size if run.rank <= last else last
 
     def _with_copies(self, columns: Columns, files: Epoch) -> Columns:
         """Return the columns with paths of local copies in those that name files."""

@@ -210,8 +210,9 @@ class _Memory:
         region = self._free.pop() if self._free else pa.allocate_buffer(self._num_bytes, pa.system_memory_pool())
         try:
             start = self._place - group.start
-            yield memoryview(region)[self._place : self._place + group.stop - group.start], pa.BufferReader(
-                region.slice(start, group.stop)
+            yield (
+                memoryview(region)[self._place : self._place + group.stop - group.start],
+                pa.BufferReader(region.slice(start, group.stop)),
             )
         finally:
             self._free.append(region)

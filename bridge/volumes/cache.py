@@ -54,6 +54,15 @@ class CachedFile:
 
 
 @dataclass(frozen=True, slots=True)
+class Fetched:
+    """Where a file is read, and whether its bytes came from the volume for that, or will when it is read."""
+
+    path: Path
+    num_bytes: int
+    is_copied: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Cleared:
     """What `FileCache.clear` did."""
 
@@ -125,8 +134,8 @@ class FileCache:
         freed = [size for key, size in list_entries(self._files) if self._delete(key, pins)]
         return Cleared(len(freed), sum(freed), tuple(self.entries()))
 
-    def _fetch(self, copy: Copy, source: Source, pin: Pin) -> None:
-        """Hold a whole copy of a file, made if it is not there.
+    def _fetch(self, copy: Copy, source: Source, pin: Pin) -> bool:
+        """Hold a whole copy of a file, made if it is not there; return whether this process made it.
 
         Raises:
             _UnservedError: The cache cannot keep it.
@@ -140,23 +149,25 @@ class FileCache:
                 pin.hold(copy.key)
                 with contextlib.suppress(OSError):
                     os.utime(copy.record_path)
-                return
+                return False
         if copy.num_bytes > self.max_bytes:
             raise _UnservedError(
                 f"{copy.address} takes {format_bytes(copy.num_bytes)}, and max_bytes is {format_bytes(self.max_bytes)}"
             )
         ledger = self._ledger()
-        for is_last in (False, True):
+        is_last = False
+        while True:
             if time.monotonic() < ledger.full_until:
                 raise _UnservedError(self._fullness())
             try:
                 if not is_cache(self.folder):
                     make_cache(self.folder)
                 with hold_folder(copy.folder, fcntl.LOCK_EX, grows=copy.path, make=True):
-                    if not copy.is_whole():
+                    is_whole = copy.is_whole()
+                    if not is_whole:
                         self._fill(copy, source)
                     pin.hold(copy.key)
-                return
+                    return not is_whole
             except (VolumeError, ChangedError):
                 raise
             except OSError as exc:
@@ -168,6 +179,7 @@ class FileCache:
                         raise _UnservedError(self._fullness()) from exc
                     # the disk has less room than it said
                     self._evict(copy.disk_bytes, spare=ledger.total // 10)
+                is_last = True
 
     def _fill(self, copy: Copy, source: Source) -> None:
         empty(copy.folder)  # of what a killed process left
@@ -320,6 +332,10 @@ class Epoch:
         self.close()
 
     def fetch(self, storage: Storage, name: str, status: Entry | None = None) -> Path:
+        """Return where to read a file, as `find` does."""
+        return self.find(storage, name, status).path
+
+    def find(self, storage: Storage, name: str, status: Entry | None = None) -> Fetched:
         """Return where to read a file: a copy of it in the cache, or the file itself where the cache cannot keep it.
 
         A copy has the file's own name and lies in a folder named as the file's own.
@@ -342,13 +358,13 @@ class Epoch:
                 state = at
             copy = Copy(self._cache._files, f"{storage}/{name}", source.num_bytes, state)
             try:
-                self._cache._fetch(copy, source, self._pin())
+                is_made = self._cache._fetch(copy, source, self._pin())
             except ChangedError:
                 status = None
             except (_UnservedError, StalledError) as exc:
-                return self._cache._bypass(copy, source, str(exc))
+                return Fetched(self._cache._bypass(copy, source, str(exc)), source.num_bytes, is_copied=True)
             else:
-                return Path(copy.path)
+                return Fetched(Path(copy.path), source.num_bytes, is_made)
         raise VolumeError(
             f"{storage}/{name} changed {_TRIES} times while it was copied.\n"
             "  Fetch it when nobody writes to it, or copy it elsewhere first."

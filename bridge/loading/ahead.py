@@ -1,0 +1,114 @@
+"""Files that threads fetch ahead: a few where a disk gives them at once, many where a network is waited for."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+from bridge.volumes.crew import threads_wanted
+
+T = TypeVar("T")
+
+_TICK_S = 0.02
+
+
+class FetchedAhead(Generic[T]):
+    """What `fetch` returns for each item, in order; at most `num_ahead` beyond the one that was asked for last.
+
+    Use it as a context: at its end all threads have ended.
+    """
+
+    def __init__(
+        self, items: Sequence[Any], fetch: Callable[[Any], T], *, num_threads: int, num_ahead: int
+    ) -> None:  # fmt: skip
+        self._items = items
+        self._fetch = fetch
+        self._most = num_threads
+        self._num_ahead = num_ahead
+        lock = threading.Lock()
+        self._may_begin = threading.Condition(lock)
+        self._is_ready = threading.Condition(lock)
+        self._done: dict[int, T | BaseException] = {}
+        self._begun = 0
+        self._asked = 0
+        self._idle = 0
+        self._is_stopped = False
+        self._threads: list[threading.Thread] = []
+        self._cpu_s, self._since = 0.0, time.monotonic()
+
+    def __enter__(self) -> Self:
+        atexit.register(self.stop)
+        with self._may_begin:
+            self._start(1)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        atexit.unregister(self.stop)
+
+    def stop(self) -> None:
+        """End the threads, when each has fetched what it is at."""
+        with self._may_begin:
+            self._is_stopped = True
+            self._may_begin.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def results(self) -> Iterator[T | BaseException]:
+        """Yield what came of each item, or its error."""
+        for index in range(len(self._items)):
+            with self._is_ready:
+                self._asked = index
+                self._may_begin.notify()
+                self._is_ready.wait_for(lambda at=index: at in self._done)  # type: ignore[misc]
+                result = self._done.pop(index)
+            yield result
+
+    def _work(self) -> None:
+        while (index := self._next()) is not None:
+            began = time.thread_time()
+            try:
+                result: T | BaseException = self._fetch(self._items[index])
+            except BaseException as exc:  # noqa: BLE001 - handed to the consumer
+                result = exc
+            cpu_s = time.thread_time() - began
+            with self._is_ready:
+                self._done[index] = result
+                if index == self._asked:
+                    self._is_ready.notify()
+                self._cpu_s += cpu_s
+                self._adapt()
+
+    def _next(self) -> int | None:
+        with self._may_begin:
+            self._idle += 1
+            self._may_begin.wait_for(
+                lambda: (
+                    self._is_stopped or self._begun == len(self._items) or self._begun <= self._asked + self._num_ahead
+                )
+            )
+            self._idle -= 1
+            if self._is_stopped or self._begun == len(self._items):
+                self._may_begin.notify_all()
+                return None
+            self._begun += 1
+            return self._begun - 1
+
+    def _adapt(self) -> None:
+        now = time.monotonic()
+        if now - self._since < _TICK_S:
+            return
+        busy = self._cpu_s / (now - self._since)
+        self._cpu_s, self._since = 0.0, now
+        # idle threads say that enough is fetched
+        if not self._idle and not self._is_stopped:
+            self._start(threads_wanted(len(self._threads), busy, most=self._most) - len(self._threads))
+
+    def _start(self, count: int) -> None:
+        for _ in range(count):
+            thread = threading.Thread(target=self._work, name="bridge-fetch", daemon=True)
+            self._threads.append(thread)
+            thread.start()

@@ -1,0 +1,279 @@
+"""Files of a volume, one after another, as paths of local copies that threads make ahead."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, Literal
+
+import numpy as np
+from torch.utils.data import get_worker_info
+
+from bridge import distributed
+from bridge.config import load_settings
+from bridge.distributed import from_rank_0
+from bridge.errors import RankError, VolumeError
+from bridge.loading.ahead import FetchedAhead
+from bridge.loading.cached import open_cache
+from bridge.loading.dataset import Listing, OrderedDataset, Pass, check_sizes
+from bridge.loading.order import Indices, Order, padding
+from bridge.loading.stats import Traffic
+from bridge.volumes.cache import Epoch, Fetched, FileCache
+from bridge.volumes.digest import digest_bytes
+from bridge.volumes.source import Found, open_source
+from bridge.volumes.storage import Storage
+from bridge.volumes.stores import open_storage
+
+_LISTING_THREADS = 32  # they wait for the volume
+_EMPTY_S = 10.0  # how long a folder may look empty; listings lag behind writes
+_MOST_NAMED = 3  # skipped files that are named in warnings
+
+
+class UCVolumeDataset(OrderedDataset):
+    """Local paths of the files under a folder of a volume, in an order that is a function; each file once an epoch.
+
+    Files are copied ahead into the cache, once for all processes of this machine; later epochs are served from it, and
+    a file that changed on the volume is copied again. A path has the file's own name, in a folder named as its own, and
+    stays valid until this process begins its next iteration. Every rank gets the same number of paths: where the files
+    do not suffice, a rank gets its last one again. Names are sorted; those that begin with `.` or `_` are left out, and
+    so is what lies in such folders.
+
+    A dataset that decodes them keeps one in an attribute; `bridge.DataLoader` then saves and restores positions, though
+    that dataset knows nothing of them.
+
+    Args:
+        path: A folder: `/Volumes/<catalog>/<schema>/<volume>/...`, any other, or an address that fsspec reaches.
+        pattern: Files whose name matches it (`*.jpg`), case counting; with a `/` in it, whose path under `path` does,
+            where `*` matches `/` too.
+        recursive: Whether files in folders below are taken.
+        shuffle: Whether files come in another order each epoch.
+        batch_size: Files that make a batch in the loader. Workers then take whole batches in turn, so that the number
+            of steps does not depend on their number.
+        drop_last: Leave out the files at the end that make no whole batch on each rank.
+        rank: With `world_size`: which part is given; None: that of the process group or of RANK and WORLD_SIZE, when
+            the iteration starts.
+        canonical_world_size: Number of streams that an epoch is dealt to; None: world_size.
+        cache_dir: Where copies are kept; None: the setting.
+        num_threads: The most that copy at once; None: 64.
+        prefetch_files: Files that are copied ahead.
+        on_error: What happens with a file that cannot be read: "raise", or "skip": the one before it (or the next one,
+            for the first) takes its place, so that all ranks keep step; it is counted in `traffic`, and warned of.
+        expected_files: How many there must be; a listing with fewer is waited for.
+        timeout_s: How long it is waited for.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    When iteration starts, it raises FileNotFoundError for a folder that is not there, and VolumeError for one that
+    holds no file or another number than expected; later one of them for a file that cannot be read.
+
+    Example:
+        >>> import bridge, torch
+        >>> class Images(torch.utils.data.IterableDataset):
+        ...     def __init__(self, files):
+        ...         self.files = files
+        ...     def __iter__(self):
+        ...         for path in self.files:
+        ...             yield decode(path)
+        >>> files = bridge.UCVolumeDataset("/Volumes/main/ml/images", pattern="*.jpg", shuffle=True)  # doctest: +SKIP
+        >>> loader = bridge.DataLoader(Images(files), batch_size=32, num_workers=4)  # doctest: +SKIP
+    """
+
+    remedy = (
+        "raise num_threads and prefetch_files where files come from the volume for the first time; decode in more "
+        "processes (num_workers) where they come from the cache"
+    )
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, pattern: str | None = None, recursive: bool = True,
+        shuffle: bool = False, seed: int = 0, batch_size: int | None = None, rank: int | None = None,
+        world_size: int | None = None, canonical_world_size: int | None = None,
+        cache_dir: str | os.PathLike[str] | None = None, num_threads: int | None = None, prefetch_files: int = 256,
+        drop_last: bool = False, on_error: Literal["raise", "skip"] = "raise", expected_files: int | None = None,
+        timeout_s: float = 30.0,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            batch_size=batch_size, shuffle=shuffle, shuffle_window=1, seed=seed, drop_last=drop_last,
+            canonical_world_size=canonical_world_size, rank=rank, world_size=world_size,
+        )  # fmt: skip
+        check_sizes(num_threads=num_threads, prefetch_files=prefetch_files, expected_files=expected_files)
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f'on_error is {on_error!r}; give "raise" or "skip".')
+        self._path = os.fspath(path)
+        self._pattern = pattern
+        self._recursive = recursive
+        self._cache_dir = cache_dir
+        self._num_threads = num_threads or 64
+        self._prefetch_files = prefetch_files
+        self._on_error = on_error
+        self._expected_files = expected_files
+        self._timeout_s = timeout_s
+        self._names: list[str] | None = None
+        self._listing: Listing | None = None
+        self._held: Epoch | None = None  # what the present iteration handed out
+        self._traffic = Traffic()
+
+    def __str__(self) -> str:
+        return f"UCVolumeDataset({self._path!r})"
+
+    @property
+    def traffic(self) -> Traffic:
+        """What this process has read so far."""
+        return self._traffic
+
+    def listing(self) -> Listing:
+        """Return one row group of one row for each file.
+
+        Raises:
+            FileNotFoundError: There is no such folder.
+            VolumeError: It holds no file, or another number than expected.
+            RankError: A worker was made before the ranks had listed the files.
+        """
+        if self._listing is None:
+            names = self._agreed_names()
+            digest = digest_bytes(b"\0".join(map(os.fsencode, names)))
+            self._names, self._listing = names, Listing(np.ones(len(names), np.int64), digest)
+        return self._listing
+
+    def _agreed_names(self) -> list[str]:
+        is_group = distributed.world_size() > 1 and self._world() == (distributed.rank(), distributed.world_size())
+        if not is_group:
+            return self._found()
+        if get_worker_info() is not None:
+            raise RankError(
+                f"{self}: a worker cannot ask the other ranks which files there are.\n"
+                "  Call len(dataset) on every rank before the loader starts its workers, or use bridge.DataLoader."
+            )
+        return from_rank_0(self._found, what=f"list the files of {self}", arguments=self._listed_by())
+
+    def _listed_by(self) -> dict[str, str]:
+        return {"pattern": str(self._pattern), "recursive": str(self._recursive), "expected": str(self._expected_files)}
+
+    def _found(self) -> list[str]:
+        storage = _open(self._path)
+        least, within_s = self._expected_files or 1, self._timeout_s if self._expected_files else _EMPTY_S
+        deadline, delay = time.monotonic() + within_s, 0.05
+        while True:
+            names = _list(storage, self._recursive, self._matches)
+            if len(names) >= least or time.monotonic() > deadline:
+                break
+            time.sleep(delay)
+            delay = min(2 * delay, 1.0)
+        matching = "" if self._pattern is None else f" that matches {self._pattern}"
+        if len(names) < least or (self._expected_files is not None and len(names) != least):
+            expected = f", not the {least:,} expected" if self._expected_files else ""
+            raise VolumeError(
+                f"{self._path} holds {len(names) or 'no'} file{'s' * (len(names) > 1)}{matching}{expected}; "
+                f"looked for {within_s:g} s, as listings lag behind writes.\n"
+                "  Correct path, pattern or expected_files, or wait until the writer is done."
+            )
+        return names
+
+    def _matches(self, name: str) -> bool:
+        if self._pattern is None:
+            return True
+        return fnmatch.fnmatchcase(name if "/" in self._pattern else name.rpartition("/")[2], self._pattern)
+
+    def _options(self) -> dict[str, Any]:
+        return {**super()._options(), "on_error": self._on_error}
+
+    def _num_items(self, run: Pass) -> int:
+        rest = max(0, self.listing().num_rows - run.place.consumed)
+        if not self.drop_last:
+            return -(-rest // run.world_size)
+        size = self.batch_size or 1
+        return rest // (size * run.world_size) * size
+
+    def _items(self, run: Pass) -> Iterator[str]:
+        chosen = self._chosen(run)
+        if self._held is not None:
+            self._held.close()
+        cache = open_cache()
+        if self._cache_dir is not None:
+            cache = FileCache(self._cache_dir, max_bytes=cache.max_bytes)
+        held = self._held = cache.epoch()
+        names, storage = self._names, _open(self._path)
+        assert names is not None
+
+        def fetch(index: int) -> Fetched:
+            return held.find(storage, names[index])
+
+        with FetchedAhead(chosen, fetch, num_threads=self._num_threads, num_ahead=self._prefetch_files) as ahead:
+            yield from self._readable(ahead.results(), [names[index] for index in chosen])
+
+    def _chosen(self, run: Pass) -> list[int]:
+        """Return the files of a pass, by their numbers in the listing."""
+        num_rows, place, size = self.listing().num_rows, run.place, self.batch_size or 1
+        assert place.canonical_world_size is not None
+        order = Order(
+            self.listing().row_counts, seed=self.seed, epoch=place.epoch, shuffle=self.shuffle, shuffle_window=1,
+            canonical_world_size=place.canonical_world_size,
+        )  # fmt: skip
+        items = np.arange(self._num_items(run))
+        mine = items[items // size % run.num_workers == run.worker][run.item :]
+        share = order.share(rank=run.rank, world_size=run.world_size, consumed=place.consumed)
+        positions: Indices = share.first + mine * run.world_size
+        positions[positions >= num_rows] = padding(num_rows, rank=run.rank, world_size=run.world_size)
+        chosen: list[int] = order.rows_at(positions).tolist()
+        return chosen
+
+    def _readable(self, results: Iterator[Fetched | BaseException], names: list[str]) -> Iterator[str]:
+        """Yield as many paths as there are results; a neighbour takes the place of a file that cannot be read."""
+        last: str | None = None
+        owed = 0
+        for name, result in zip(names, results, strict=True):
+            if not isinstance(result, BaseException):
+                last, num_bytes = str(result.path), result.num_bytes
+                self._traffic += Traffic(num_bytes) if result.is_copied else Traffic(cache_bytes=num_bytes)
+                yield from [last] * (owed + 1)
+                owed = 0
+                continue
+            if self._on_error == "raise" or not isinstance(result, OSError):
+                raise result
+            self._traffic += Traffic(num_skipped=1)
+            if self._traffic.num_skipped <= _MOST_NAMED:
+                more = " Others are only counted: loader.stats." if self._traffic.num_skipped == _MOST_NAMED else ""
+                warnings.warn(f"{self._path}/{name} is skipped: {result}{more}", stacklevel=2)
+            if last is None:
+                owed += 1
+            else:
+                yield last
+        if owed:
+            raise VolumeError(
+                f"none of the {owed:,} files that this process was to read in {self._path} can be read.\n"
+                "  The warnings name the first of them."
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a worker that is spawned cannot ask the other ranks
+        if get_worker_info() is None and distributed.world_size() > 1:
+            self.listing()
+        return {**super().__getstate__(), "_held": None}
+
+
+def _open(path: str) -> Storage:
+    return open_storage(path, volume_root=load_settings().volume_root)
+
+
+def _list(storage: Storage, is_recursive: bool, matches: Callable[[str], bool]) -> list[str]:
+    """Return the names of the files in a storage that match, sorted by their bytes."""
+    source = open_source(storage)
+    names: list[str] = []
+
+    def list_folder(folder: str) -> list[Found]:
+        return [found for found in source.list(folder) if not found.name.rpartition("/")[2].startswith((".", "_"))]
+
+    with ThreadPoolExecutor(_LISTING_THREADS, "bridge-list") as threads:
+        waiting: set[Future[list[Found]]] = {threads.submit(list_folder, "")}
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            for found in (found for future in done for found in future.result()):
+                if found.is_folder and not found.problem:
+                    waiting |= {threads.submit(list_folder, found.name)} if is_recursive else set()
+                elif not found.is_folder and not found.is_loop and matches(found.name):
+                    names.append(found.name)
+    return sorted(names, key=os.fsencode)
