@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ class FetchedAhead(Generic[T]):
     def __init__(
         self, items: Sequence[Any], fetch: Callable[[Any], T], *, num_threads: int, num_ahead: int
     ) -> None:  # fmt: skip
+        self._pid = os.getpid()
         self._items = items
         self._fetch = fetch
         self._most = num_threads
@@ -51,6 +53,8 @@ class FetchedAhead(Generic[T]):
 
     def stop(self) -> None:
         """End the threads, when each has fetched what it is at."""
+        if os.getpid() != self._pid:
+            return  # forked: it has none of them
         with self._may_begin:
             self._is_stopped = True
             self._may_begin.notify_all()

@@ -6,6 +6,7 @@ each process:  items ── its own part of the order, and how many items were h
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -15,7 +16,7 @@ import numpy as np
 
 from bridge import distributed
 from bridge.distributed import resolve_rank
-from bridge.errors import MissingDependencyError
+from bridge.errors import MissingDependencyError, RankError
 from bridge.loading.agreement import agree
 from bridge.loading.order import Indices, num_valid
 from bridge.loading.stats import Traffic
@@ -32,7 +33,7 @@ STATE_FORMAT = 1
 
 _MOST_WORKERS = 1024
 _HEAD = 6  # epoch, consumed, canonical_world_size, rank, world_size, the worker whose turn it is
-_SLOT = 3  # of each worker: passes begun since the head was written, and item and made of its Pass
+_SLOT = 4  # of each worker: passes begun since the head was written, item and made of its Pass, digest of its data
 _UNSET = -1
 
 
@@ -229,6 +230,7 @@ class OrderedDataset(IterableDataset[Any]):
         info = get_worker_info()
         if info is not None:
             self.run = self._pass_of_worker(info.id, info.num_workers)
+            self._compare_data(self.run)
             return self._counted(self.run)
         led, self._led = self._led, None
         return self._counted(led) if led else self._moving(self._begin())
@@ -303,7 +305,7 @@ class OrderedDataset(IterableDataset[Any]):
         epoch, consumed, streams, rank, world, turn = self._shared[:_HEAD].tolist()
         number = (worker + turn) % num_workers
         slot = self._shared[_HEAD + _SLOT * number :][:_SLOT]
-        begun, item, made = slot.tolist()
+        begun, item, made, _ = slot.tolist()
         if rank == _UNSET:  # of torch's own loader: each pass after the first is of a next epoch
             slot[0] += 1
             rank, world = self._world()
@@ -311,6 +313,17 @@ class OrderedDataset(IterableDataset[Any]):
                 epoch, consumed, streams, item, made = epoch + begun, 0, 0, 0, 0
         place = Place(epoch, consumed, streams or self.canonical_world_size or world)
         return Pass(place, rank, world, number, num_workers, item, made)
+
+    def _compare_data(self, run: Pass) -> None:
+        """See that all workers have the same data, where each looked for itself."""
+        mine = int(self.listing().digest[:15], 16)
+        # first say it, then look, so that of two workers one sees the other
+        self._shared[_HEAD + _SLOT * run.worker + 3] = mine
+        if any(other not in (0, mine) for other in self._shared[_HEAD + 3 :: _SLOT].tolist()):
+            raise RankError(
+                f"the workers of this loader found different data for {self}: it changed meanwhile.\n"
+                "  Call len(dataset) before the loader starts its workers, or use bridge.DataLoader."
+            )
 
     def _world(self) -> tuple[int, int]:
         return resolve_rank(self._rank, self._world_size)
@@ -330,9 +343,12 @@ class OrderedDataset(IterableDataset[Any]):
             self._shared[_HEAD + _SLOT * worker + 1 :][:2] = torch.tensor([item, made])
 
     def __getstate__(self) -> dict[str, Any]:
-        # a process that gets a copy has no process group
+        if multiprocessing.context.get_spawning_popen() is None:
+            return {**self.__dict__, "_led": None}
+        # a worker has no process group, and cannot ask the other ranks
+        self.listing()
         rank, world = self._world()
-        return {**self.__dict__, "_rank": rank, "_world_size": world, "_led": None}
+        return {**self.__dict__, "_led": None, "_rank": rank, "_world_size": world}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -22,7 +22,7 @@ from bridge.loading.cached import open_cache
 from bridge.loading.dataset import Listing, OrderedDataset, Pass, check_sizes
 from bridge.loading.order import Indices, Order, padding
 from bridge.loading.stats import Traffic
-from bridge.volumes.cache import Epoch, Fetched, FileCache
+from bridge.volumes.cache import Epoch, Fetched, FileCache, UncachedError
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.source import Found, open_source
 from bridge.volumes.storage import Storage
@@ -31,6 +31,7 @@ from bridge.volumes.stores import open_storage
 _LISTING_THREADS = 32  # they wait for the volume
 _EMPTY_S = 10.0  # how long a folder may look empty; listings lag behind writes
 _MOST_NAMED = 3  # skipped files that are named in warnings
+_MOST_TRIED = 16  # files that are tried in the place of one
 
 
 class UCVolumeDataset(OrderedDataset):
@@ -38,9 +39,9 @@ class UCVolumeDataset(OrderedDataset):
 
     Files are copied ahead into the cache, once for all processes of this machine; later epochs are served from it, and
     a file that changed on the volume is copied again. A path has the file's own name, in a folder named as its own, and
-    stays valid until this process begins its next iteration. Every rank gets the same number of paths: where the files
-    do not suffice, a rank gets its last one again. Names are sorted; those that begin with `.` or `_` are left out, and
-    so is what lies in such folders.
+    stays valid until the process that yielded it begins its next iteration, or ends. Every rank gets the same number of
+    paths: where the files do not suffice, a rank gets its last one again. Names are sorted; those that begin with `.`
+    or `_` are left out, and so is what lies in such folders.
 
     A dataset that decodes them keeps one in an attribute; `bridge.DataLoader` then saves and restores positions, though
     that dataset knows nothing of them.
@@ -60,16 +61,17 @@ class UCVolumeDataset(OrderedDataset):
         cache_dir: Where copies are kept; None: the setting.
         num_threads: The most that copy at once; None: 64.
         prefetch_files: Files that are copied ahead.
-        on_error: What happens with a file that cannot be read: "raise", or "skip": the one before it (or the next one,
-            for the first) takes its place, so that all ranks keep step; it is counted in `traffic`, and warned of.
-        expected_files: How many there must be; a listing with fewer is waited for.
-        timeout_s: How long it is waited for.
+        on_error: What happens with a file that cannot be read: "raise", or "skip": the one before it in the order (the
+            next one, for the first) takes its place, so that all ranks keep step; it is counted in `traffic`, and
+            warned of.
+        expected_files: How many there must be; None: at least one.
+        timeout_s: How long a listing with fewer is waited for; without `expected_files`, 10 s at the most.
 
     Raises:
         ValueError: An argument is out of range.
 
-    When iteration starts, it raises FileNotFoundError for a folder that is not there, and VolumeError for one that
-    holds no file or another number than expected; later one of them for a file that cannot be read.
+    When iteration starts, it raises FileNotFoundError or NotADirectoryError for what is no folder, and VolumeError for
+    one that holds no file or another number than expected; later an OSError for a file that cannot be read.
 
     Example:
         >>> import bridge, torch
@@ -103,6 +105,8 @@ class UCVolumeDataset(OrderedDataset):
         check_sizes(num_threads=num_threads, prefetch_files=prefetch_files, expected_files=expected_files)
         if on_error not in ("raise", "skip"):
             raise ValueError(f'on_error is {on_error!r}; give "raise" or "skip".')
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s >= 0:
+            raise ValueError(f"timeout_s is {timeout_s!r}; give seconds, 0 or more.")
         self._path = os.fspath(path)
         self._pattern = pattern
         self._recursive = recursive
@@ -114,7 +118,8 @@ class UCVolumeDataset(OrderedDataset):
         self._timeout_s = timeout_s
         self._names: list[str] | None = None
         self._listing: Listing | None = None
-        self._held: Epoch | None = None  # what the present iteration handed out
+        self._held: Epoch | None = None  # what was handed out: kept for later epochs too, where it is not too much
+        self._held_bytes = 0
         self._traffic = Traffic()
 
     def __str__(self) -> str:
@@ -155,23 +160,35 @@ class UCVolumeDataset(OrderedDataset):
 
     def _found(self) -> list[str]:
         storage = _open(self._path)
-        least, within_s = self._expected_files or 1, self._timeout_s if self._expected_files else _EMPTY_S
+        expected = self._expected_files
+        within_s = self._timeout_s if expected else min(self._timeout_s, _EMPTY_S)
         deadline, delay = time.monotonic() + within_s, 0.05
-        while True:
-            names = _list(storage, self._recursive, self._matches)
-            if len(names) >= least or time.monotonic() > deadline:
-                break
+        while len(names := self._listed(storage)) < (expected or 1):
+            if time.monotonic() > deadline:
+                raise VolumeError(
+                    f"{self._told(len(names))} after {within_s:g} s; listings lag behind writes.\n"
+                    "  Correct path, pattern or expected_files, or begin when the writer is done."
+                )
             time.sleep(delay)
             delay = min(2 * delay, 1.0)
-        matching = "" if self._pattern is None else f" that matches {self._pattern}"
-        if len(names) < least or (self._expected_files is not None and len(names) != least):
-            expected = f", not the {least:,} expected" if self._expected_files else ""
-            raise VolumeError(
-                f"{self._path} holds {len(names) or 'no'} file{'s' * (len(names) > 1)}{matching}{expected}; "
-                f"looked for {within_s:g} s, as listings lag behind writes.\n"
-                "  Correct path, pattern or expected_files, or wait until the writer is done."
-            )
+        if expected and len(names) > expected:
+            raise VolumeError(f"{self._told(len(names))}.\n  Correct pattern or expected_files.")
         return names
+
+    def _listed(self, storage: Storage) -> list[str]:
+        try:
+            return _list(storage, self._recursive, self._matches)
+        except FileNotFoundError as exc:
+            raise FileNotFoundError(
+                f"there is no folder {self._path}.\n  Correct the path, or make the folder."
+            ) from exc
+        except NotADirectoryError as exc:
+            raise NotADirectoryError(f"{self._path} is a file.\n  Give its folder, and pattern= for its name.") from exc
+
+    def _told(self, count: int) -> str:
+        matching = "" if self._pattern is None else f" that match {self._pattern}"
+        expected = f", not {self._expected_files:,}," if self._expected_files else ""
+        return f"{self._path} holds {count or 'no'} files{matching}{expected}"
 
     def _matches(self, name: str) -> bool:
         if self._pattern is None:
@@ -189,24 +206,38 @@ class UCVolumeDataset(OrderedDataset):
         return rest // (size * run.world_size) * size
 
     def _items(self, run: Pass) -> Iterator[str]:
-        chosen = self._chosen(run)
-        if self._held is not None:
-            self._held.close()
+        order, positions = self._positions(run)
         cache = open_cache()
         if self._cache_dir is not None:
             cache = FileCache(self._cache_dir, max_bytes=cache.max_bytes)
-        held = self._held = cache.epoch()
+        if self._held is not None and self._held_bytes > cache.max_bytes // 2:
+            self._held.close()  # so that there is room for others
+            self._held = None
+        if self._held is None:
+            self._held, self._held_bytes = cache.epoch(), 0
+        held = self._held
         names, storage = self._names, _open(self._path)
         assert names is not None
 
-        def fetch(index: int) -> Fetched:
+        def find(index: int) -> Fetched:
             return held.find(storage, names[index])
 
-        with FetchedAhead(chosen, fetch, num_threads=self._num_threads, num_ahead=self._prefetch_files) as ahead:
-            yield from self._readable(ahead.results(), [names[index] for index in chosen])
+        chosen: list[int] = order.rows_at(positions).tolist()
+        with FetchedAhead(chosen, find, num_threads=self._num_threads, num_ahead=self._prefetch_files) as ahead:
+            for index, position, result in zip(chosen, positions.tolist(), ahead.results(), strict=True):
+                if isinstance(result, BaseException):
+                    if (
+                        self._on_error == "raise"
+                        or isinstance(result, UncachedError)
+                        or not isinstance(result, OSError)
+                    ):
+                        raise result
+                    self._note_skipped(names[index], result)
+                    result = self._stand_in(order, position, run, find)
+                yield self._note(result)
 
-    def _chosen(self, run: Pass) -> list[int]:
-        """Return the files of a pass, by their numbers in the listing."""
+    def _positions(self, run: Pass) -> tuple[Order, Indices]:
+        """Return the order of a pass, and the positions in it that this worker takes, in turn."""
         num_rows, place, size = self.listing().num_rows, run.place, self.batch_size or 1
         assert place.canonical_world_size is not None
         order = Order(
@@ -218,41 +249,38 @@ class UCVolumeDataset(OrderedDataset):
         share = order.share(rank=run.rank, world_size=run.world_size, consumed=place.consumed)
         positions: Indices = share.first + mine * run.world_size
         positions[positions >= num_rows] = padding(num_rows, rank=run.rank, world_size=run.world_size)
-        chosen: list[int] = order.rows_at(positions).tolist()
-        return chosen
+        return order, positions
 
-    def _readable(self, results: Iterator[Fetched | BaseException], names: list[str]) -> Iterator[str]:
-        """Yield as many paths as there are results; a neighbour takes the place of a file that cannot be read."""
-        last: str | None = None
-        owed = 0
-        for name, result in zip(names, results, strict=True):
-            if not isinstance(result, BaseException):
-                last, num_bytes = str(result.path), result.num_bytes
-                self._traffic += Traffic(num_bytes) if result.is_copied else Traffic(cache_bytes=num_bytes)
-                yield from [last] * (owed + 1)
-                owed = 0
+    def _stand_in(self, order: Order, position: int, run: Pass, find: Callable[[int], Fetched]) -> Fetched:
+        """Return what takes the place of a file that cannot be read: the last one before it of this rank's that can.
+
+        Raises:
+            VolumeError: Its neighbours cannot be read either.
+        """
+        before = np.arange(position - run.world_size, -1, -run.world_size)
+        after = np.arange(position + run.world_size, order.num_rows, run.world_size)
+        for index in order.rows_at(np.concatenate([before, after])[:_MOST_TRIED]).tolist():
+            try:
+                return find(index)
+            except UncachedError:
+                raise
+            except OSError:
                 continue
-            if self._on_error == "raise" or not isinstance(result, OSError):
-                raise result
-            self._traffic += Traffic(num_skipped=1)
-            if self._traffic.num_skipped <= _MOST_NAMED:
-                more = " Others are only counted: loader.stats." if self._traffic.num_skipped == _MOST_NAMED else ""
-                warnings.warn(f"{self._path}/{name} is skipped: {result}{more}", stacklevel=2)
-            if last is None:
-                owed += 1
-            else:
-                yield last
-        if owed:
-            raise VolumeError(
-                f"none of the {owed:,} files that this process was to read in {self._path} can be read.\n"
-                "  The warnings name the first of them."
-            )
+        raise VolumeError(
+            f"a file of {self._path} cannot be read, nor can {_MOST_TRIED} others beside it.\n"
+            "  The warnings name the first; see that the volume answers."
+        )
 
-    def __getstate__(self) -> dict[str, Any]:
-        # a worker that is spawned cannot ask the other ranks
-        if get_worker_info() is None and distributed.world_size() > 1:
-            self.listing()
-        return {**super().__getstate__(), "_held": None}
+    def _note(self, fetched: Fetched) -> str:
+        self._held_bytes += fetched.num_bytes
+        self._traffic += Traffic(fetched.num_bytes) if fetched.is_copied else Traffic(cache_bytes=fetched.num_bytes)
+        return str(fetched.path)
+
+    def _note_skipped(self, name: str, error: BaseException) -> None:
+        self._traffic += Traffic(num_skipped=1)
+        if self._traffic.num_skipped <= _MOST_NAMED:
+            more = " Others are only counted, in traffic." if self._traffic.num_skipped == _MOST_NAMED else ""
+            warnings.warn(f"{self._path}/{name} is skipped: {error}{more}", stacklevel=2)
 
 
 def _open(path: str) -> Storage:

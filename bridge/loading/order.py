@@ -195,6 +195,11 @@ def padding(num_rows: int, *, rank: int, world_size: int) -> int:
     return last - (last - rank) % world_size if rank <= last else last
 
 
+def seed_of(key: str) -> int:
+    """Return a number of 63 bits that is the same for the same text."""
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
+
+
 def _permutation(key: str, count: int) -> Indices:
     digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
     permutation: Indices = np.random.RandomState(np.random.Philox(key=int.from_bytes(digest, "little"))).permutation(

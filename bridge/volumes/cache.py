@@ -294,7 +294,7 @@ class FileCache:
             "on a disk with more room."
         )
         if source.storage.folder is None:
-            raise VolumeError(
+            raise UncachedError(
                 f"{copy.address} ({format_bytes(copy.num_bytes)}) cannot be copied to the cache {self.folder}: "
                 f"{reason}.{advice}"
             )
@@ -319,6 +319,8 @@ class Epoch:
         self._cache = cache
         self._pins: dict[int, Pin] = {}
         self._token = token or secrets.token_hex(8)
+        # what this process holds: the state of the file, and where its copy is
+        self._found: dict[tuple[int, str, str], tuple[int, int, Fetched]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Epoch, (self._cache, self._token)
@@ -350,8 +352,11 @@ class Epoch:
             IsADirectoryError: It is a folder.
             VolumeError: It cannot be read, changes all the time, or cannot be kept and has no path of its own.
         """
+        key = (os.getpid(), str(storage), name)
         for _ in range(_TRIES):
             source = Source.find(storage, name, status)
+            if (found := self._found.get(key)) and found[:2] == (source.num_bytes, source.mtime_ns):
+                return found[2]
             state: int | str = self._token
             # where the next change might not show in the time, the copy is good for one epoch
             if (at := source.mtime_ns) is not None and (at % 10**9 or abs(time.time_ns() - at) > _TICK_NS):
@@ -364,7 +369,10 @@ class Epoch:
             except (_UnservedError, StalledError) as exc:
                 return Fetched(self._cache._bypass(copy, source, str(exc)), source.num_bytes, is_copied=True)
             else:
-                return Fetched(Path(copy.path), source.num_bytes, is_made)
+                made = Path(copy.path)
+                if isinstance(state, int):
+                    self._found[key] = source.num_bytes, state, Fetched(made, source.num_bytes, is_copied=False)
+                return Fetched(made, source.num_bytes, is_made)
         raise VolumeError(
             f"{storage}/{name} changed {_TRIES} times while it was copied.\n"
             "  Fetch it when nobody writes to it, or copy it elsewhere first."
@@ -372,6 +380,7 @@ class Epoch:
 
     def close(self) -> None:
         """Let the files go that this process fetched."""
+        self._found.clear()
         self._pin().close()
 
     def _pin(self) -> Pin:
@@ -388,6 +397,10 @@ class _Ledger:
         self.unscanned = 0  # bytes that this process copied since
         self.full_until = 0.0
         self.has_warned = False
+
+
+class UncachedError(VolumeError):
+    """A file that has no path of its own cannot be kept in the cache."""
 
 
 class _UnservedError(Exception):
