@@ -158,7 +158,14 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'bridge' has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    try:
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as exc:
+        if (exc.name or "").partition(".")[0] != "torch":
+            raise
+        raise MissingDependencyError(
+            f'{name} needs torch, which is not installed.\n  pip install "spark-training-bridge[torch]"'
+        ) from exc
     return value
 
 

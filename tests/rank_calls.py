@@ -166,3 +166,43 @@ def loads(table: str, folder: str) -> None:
     tell("plan", lambda: bridge.plan_table(table).route if rank() == 0 else None)
     tell("spark", lambda: "pyspark" in sys.modules)
     dist.destroy_process_group()
+
+
+def loading(folder: str) -> None:
+    """Load what does not divide by the ranks, all_reduce at each step, and differ in what must be equal."""
+    import torch
+
+    dist.init_process_group("gloo")
+
+    def steps(loader: Any) -> list[Any]:
+        seen, counts = [], []
+        for step, batch in enumerate(loader):
+            rows = batch["n"].tolist() if isinstance(batch, dict) else list(map(os.path.basename, batch))
+            total = torch.tensor(len(rows))
+            dist.all_reduce(total)
+            counts.append(int(total))
+            seen += rows[: loader.num_valid(step)]
+        return [seen, counts]
+
+    data = Path(folder, "data")
+    tell("rows", lambda: steps(bridge.DataLoader(bridge.ParquetDataset(data, batch_size=4, shuffle=True))))
+    files = Path(folder, "files")
+    tell("files", lambda: steps(bridge.DataLoader(bridge.UCVolumeDataset(files, shuffle=True), batch_size=2)))
+    tell("workers", lambda: steps(bridge.DataLoader(bridge.UCVolumeDataset(files), batch_size=2, num_workers=2)))
+    few = bridge.ParquetDataset(data, batch_size=100)
+    tell("few", lambda: steps(bridge.DataLoader(few)))
+    for name, arguments in (
+        ("seed", {"seed": RANK, "shuffle": True}),
+        ("batch_size", {"batch_size": 4 + (RANK == 1)}),
+        ("columns", {"columns": ["n", "x"][: 1 + RANK % 2]}),
+    ):
+        tell(name, lambda given=arguments: list(bridge.ParquetDataset(data, **given)))  # type: ignore[misc]
+    other = Path(folder, "other") if RANK == 2 else data
+    tell("digest", lambda: list(bridge.ParquetDataset(other)))
+    plain = torch.utils.data.DataLoader(bridge.UCVolumeDataset(files), batch_size=None, num_workers=1)
+    tell("unlisted", lambda: list(plain))
+    if RANK == 0:
+        shutil.rmtree(files)
+    dist.barrier()
+    tell("gone", lambda: len(bridge.UCVolumeDataset(files)))
+    dist.destroy_process_group()

@@ -13,21 +13,15 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
 from bridge import distributed
 from bridge.distributed import resolve_rank
-from bridge.errors import MissingDependencyError, RankError
+from bridge.errors import RankError
 from bridge.loading.agreement import agree
 from bridge.loading.order import Indices, num_valid
 from bridge.loading.stats import Traffic
-
-try:
-    import torch
-    from torch.utils.data import IterableDataset, get_worker_info
-except ImportError as exc:
-    raise MissingDependencyError(
-        'loaders need torch, which is not installed.\n  pip install "spark-training-bridge[torch]"'
-    ) from exc
 
 STATE_FORMAT = 1
 
@@ -291,7 +285,7 @@ class OrderedDataset(IterableDataset[Any]):
         streams = place.canonical_world_size or self.canonical_world_size or world
         place = replace(place, canonical_world_size=streams)
         if (rank, world) == (distributed.rank(), distributed.world_size()):
-            agree(f"an iteration over {self}", {
+            agree(f"an iteration over a {type(self).__name__}", {
                 **self._options(), "digest": listing.digest, "seed": self.seed, "shuffle": self.shuffle,
                 "shuffle_window": self.shuffle_window, "epoch": place.epoch, "consumed": place.consumed,
                 "canonical_world_size": streams,

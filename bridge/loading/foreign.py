@@ -17,6 +17,7 @@ from bridge.loading.row_groups import ParquetRowGroups
 from bridge.manifest import RowGroup, Shard, chunk_range
 from bridge.volumes.commit import Attempt
 from bridge.volumes.digest import digest_bytes
+from bridge.volumes.storage import with_retries
 
 _THREADS = 32  # they wait for the volume
 _TAIL_BYTES = 64 << 10  # holds most footers
@@ -43,7 +44,7 @@ def open_files(files: Sequence[Path], policies: Policies | None) -> ParquetRowGr
         PolicyError: A policy is not for its column, or is one of Spark's.
     """
     with ThreadPoolExecutor(min(_THREADS, len(files)), "bridge-footers") as threads:
-        known = list(threads.map(_read_footer, files))
+        known = list(threads.map(lambda file: with_retries(lambda: _read_footer(file)), files))
     schema = _plain(known[0].schema)
     for one in known[1:]:
         _check_columns(one, schema, files[0])

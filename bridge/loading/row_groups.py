@@ -21,6 +21,7 @@ from bridge.loading.cached import local_files
 from bridge.manifest import Manifest, RowGroup, Shard, chunk_range
 from bridge.volumes.digest import read_range
 from bridge.volumes.hold import Hold
+from bridge.volumes.storage import with_retries
 
 
 class RowGroups(Protocol):
@@ -158,7 +159,7 @@ class ParquetRowGroups:
     @contextmanager
     def _open(self, path: Path, shard: Shard) -> Iterator[int]:
         try:
-            file = os.open(path, os.O_RDONLY)
+            file = with_retries(lambda: os.open(path, os.O_RDONLY))
         except FileNotFoundError as exc:
             raise CorruptFileError(
                 f"{path} is gone, though it was there when this was opened or written.\n"

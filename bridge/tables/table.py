@@ -250,6 +250,9 @@ class Table:
             ValueError: An argument is out of range.
             SourceNotFoundError: A feature or the label was not loaded.
         """
+        from bridge.columns.tensors import require_torch
+
+        require_torch()
         from bridge.loading.loader import DataLoader
         from bridge.loading.parquet import RowGroupDataset
 

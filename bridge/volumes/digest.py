@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from bridge.errors import CorruptFileError
+from bridge.errors import CorruptFileError, VolumeError
+from bridge.volumes.storage import with_retries
 
 _BLOCK = 2 << 20
 
@@ -63,10 +65,14 @@ def read_range(file: int, path: Path, start: int, target: memoryview, expected: 
 
     Raises:
         CorruptFileError: The file is shorter than that, or its bytes differ from what `expected` was made of.
+        VolumeError: It cannot be read, also after some tries.
     """
     filled = 0
     while filled < len(target):
-        count = os.preadv(file, [target[filled:]], start + filled)
+        try:
+            count = with_retries(partial(os.preadv, file, [target[filled:]], start + filled))
+        except OSError as exc:
+            raise VolumeError(f"{path} cannot be read: {exc.strerror}.\n  See that the volume answers.") from exc
         if count == 0:
             raise CorruptFileError(
                 f"{path} ends at byte {os.fstat(file).st_size}; bytes up to {start + len(target)} were written."

@@ -124,20 +124,20 @@ import sys
 sys.modules["torch"] = None  # an import of it fails
 import pyarrow as pa
 from bridge.columns.tensors import to_torch
-from bridge.loading.loader import DataLoader
+import bridge
 from bridge.errors import MissingDependencyError
 try:
     CALL
 except MissingDependencyError as exc:
     print(exc)
 """
-    for call in (
-        "to_torch(pa.table({'n': [1]}))",
-        "DataLoader(type('R', (), {'schema': pa.schema([]), 'row_counts': []})())",
+    for call, what in (
+        ("to_torch(pa.table({'n': [1]}))", "tensors need"),
+        ("bridge.DataLoader(None)", "DataLoader needs"),
+        ("bridge.ParquetDataset('t')", "ParquetDataset needs"),
+        ("bridge.UCVolumeDataset('t')", "UCVolumeDataset needs"),
     ):
         shown = subprocess.run(
             [sys.executable, "-c", code.replace("CALL", call)], capture_output=True, text=True, check=True
         ).stdout
-        assert shown == (
-            'tensors need torch, which is not installed.\n  pip install "spark-training-bridge[torch]"\n'
-        ), call
+        assert shown == (f'{what} torch, which is not installed.\n  pip install "spark-training-bridge[torch]"\n'), call

@@ -167,7 +167,7 @@ def test_a_file_that_is_gone_is_told(tmp_path: Path) -> None:
     (folder / "part-00001.parquet").unlink()
 
     with pytest.raises(
-        CorruptFileError, match=r"part-00001.parquet is gone, though the export's manifest lists it\.\n"
+        CorruptFileError, match=r"part-00001.parquet is gone, though it was there when this was opened or written\.\n"
     ):
         read_all(folder, manifest)
 

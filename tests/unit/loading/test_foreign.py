@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import datetime as dt
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import bridge
+from bridge.errors import CorruptFileError, LossyConversionError, PolicyError, SourceError
+from tests.exports import make_export
+
+TABLE = pa.table(
+    {
+        "n": pa.array(range(500), pa.int32()),
+        "x": np.linspace(0, 1, 500),
+        "word": [f"{n % 7}" for n in range(500)],
+        "v": [[float(n), 1.0] for n in range(500)],
+    }
+)
+
+
+def rows(path: Any, **arguments: Any) -> dict[str, Any]:
+    """Return all rows in file order as one batch."""
+    data = bridge.ParquetDataset(path, batch_size=10_000, rank=0, world_size=1, **arguments)
+    batches = list(data)
+    assert len(batches) <= 1
+    return dict(batches[0]) if batches else {}
+
+
+def assert_is_table(batch: dict[str, Any]) -> None:
+    assert {name: v if isinstance(v, list) else v.tolist() for name, v in batch.items()} == TABLE.to_pydict()
+
+
+@pytest.mark.parametrize("compression", ["none", "snappy", "gzip", "lz4", "zstd", "brotli"])
+@pytest.mark.parametrize("use_dictionary", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_all_codecs_and_page_formats(tmp_path: Path, compression: str, use_dictionary: bool, version: Any) -> None:
+    pq.write_table(
+        TABLE, tmp_path / "a.parquet", compression=compression, use_dictionary=use_dictionary,
+        data_page_version=version, row_group_size=90, write_statistics=use_dictionary,
+        write_page_index=not use_dictionary,
+    )  # fmt: skip
+
+    first = rows(tmp_path / "a.parquet")
+    assert_is_table(first)
+    assert_is_table(rows(tmp_path))
+    assert_is_table(first)  # also when the memory that was decoded from was used again
+
+
+def test_a_few_columns_of_many(tmp_path: Path) -> None:
+    pq.write_table(TABLE, tmp_path / "a.parquet", row_group_size=90)
+    data = bridge.ParquetDataset(tmp_path, columns=["v", "n"], batch_size=1000)
+
+    (batch,) = data
+    assert list(batch) == ["v", "n"]
+    assert batch["v"].tolist() == TABLE["v"].to_pylist()
+    assert data.traffic.volume_bytes < (tmp_path / "a.parquet").stat().st_size / 2
+
+
+def test_int96_holds_years_that_nanoseconds_do_not(tmp_path: Path) -> None:
+    times = [dt.datetime(1500, 1, 1), dt.datetime(2500, 6, 1, 12, 30, 0, 5)]
+    table = pa.table({"at": pa.array(times, pa.timestamp("us"))})
+    pq.write_table(table, tmp_path / "a.parquet", use_deprecated_int96_timestamps=True)
+
+    assert rows(tmp_path)["at"].tolist() == table["at"].cast(pa.int64()).to_pylist()
+
+
+def test_empty_row_groups_and_files_are_left_out(tmp_path: Path) -> None:
+    with pq.ParquetWriter(tmp_path / "a.parquet", TABLE.schema) as writer:
+        for part in (TABLE[:0], TABLE[:200], TABLE[:0], TABLE[200:]):
+            writer.write_table(part)
+    pq.write_table(TABLE[:0], tmp_path / "b.parquet")
+
+    assert_is_table(rows(tmp_path))
+    assert rows(tmp_path / "b.parquet") == {}
+
+
+def test_files_come_by_name_and_hidden_ones_do_not(tmp_path: Path) -> None:
+    parent = tmp_path / "ä b%20'c=#"
+    (parent / "deep").mkdir(parents=True)
+    (parent / "_temporary").mkdir()
+    for name, part in (("b.parquet", TABLE[100:]), ("a ü.parquet", TABLE[:100])):
+        pq.write_table(part, parent / "deep" / name)
+    for name in (".a.parquet", "_b.parquet", "_temporary/c.parquet", "readme.txt"):
+        (parent / name).write_bytes(b"no")
+
+    assert_is_table(rows(parent))
+    assert_is_table(rows([parent / "deep" / "a ü.parquet", parent / "deep" / "b.parquet"]))
+
+
+def test_dictionaries_of_single_files_become_values(tmp_path: Path) -> None:
+    for number, words in enumerate((["b", "a"], ["c", "b"])):
+        column = pa.array(words).dictionary_encode()
+        large = pa.array([["x"], ["y", "z"]], pa.large_list(pa.large_string()))
+        pq.write_table(
+            pa.table({"w": column, "t": pa.array(words, pa.large_string()), "l": large}), tmp_path / f"{number}.parquet"
+        )
+
+    batch = rows(tmp_path, columns=["w", "t"])
+    assert batch == {"w": ["b", "a", "c", "b"], "t": ["b", "a", "c", "b"]}
+    codes = rows(tmp_path, columns=["w"], policies={"w": bridge.dictionary()})
+    assert codes["w"].tolist() == [1, 0, 2, 1]
+
+
+def test_names_with_dots(tmp_path: Path) -> None:
+    table = pa.table({"a": [{"b": 1}, {"b": 2}], "a.b": [3, 4]})
+    pq.write_table(table, tmp_path / "a.parquet")
+
+    assert rows(tmp_path)["a.b"].tolist() == [3, 4]
+    assert rows(tmp_path, columns=["a"])["a"]["b"].tolist() == [1, 2]
+    assert rows(tmp_path, columns=["a.b"])["a.b"].tolist() == [3, 4]
+
+
+def test_files_of_other_columns_or_types_are_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"n": [1]}), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"n": ["1"]}), tmp_path / "b.parquet")
+    with pytest.raises(SourceError, match=r"b\.parquet: column 'n' is string; in .*a\.parquet it is int64"):
+        rows(tmp_path)
+    pq.write_table(pa.table({"m": [1]}), tmp_path / "b.parquet")
+    with pytest.raises(SourceError, match=r"do not have the same columns: m, n\."):
+        rows(tmp_path)
+
+
+def test_folders_that_are_more_than_their_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="holds no Parquet file"):
+        rows(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"nothing\.parquet"):
+        rows(tmp_path / "nothing.parquet")
+    parent = tmp_path / "hive" / "day=1"
+    parent.mkdir(parents=True)
+    pq.write_table(TABLE, parent / "a.parquet")
+    with pytest.raises(SourceError, match=r"a column in the names of its folders \(day=1\)"):
+        rows(tmp_path / "hive")
+    assert_is_table(rows(tmp_path / "hive", columns=TABLE.column_names))
+
+    (tmp_path / "delta" / "_delta_log").mkdir(parents=True)
+    with pytest.raises(SourceError, match=r"is a Delta table.*\n  Load it: bridge\.load_table"):
+        rows(tmp_path / "delta")
+
+    folder, _ = make_export(tmp_path / "exports", [TABLE])
+    with pytest.raises(SourceError, match=r"holds exports, of which each has all rows\.\n  Give the folder of one"):
+        rows(tmp_path / "exports")
+    assert_is_table(rows(folder))
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(TABLE, path, row_group_size=100)
+    whole = path.read_bytes()
+    for content, message in (
+        (b"", "is no Parquet file, or was cut"),
+        (whole[:-100], "is no Parquet file, or was cut"),
+        (whole[:-60] + bytes(52) + whole[-8:], "has a footer that cannot be read"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(CorruptFileError, match=rf"a\.parquet {message}"):
+            rows(path)
+    path.write_bytes(whole[:4] + bytes(3000) + whole[3004:])
+    with pytest.raises(CorruptFileError, match=r"a\.parquet: row group 0 cannot be decoded"):
+        rows(path)
+
+
+def test_a_file_that_was_written_again_or_is_gone_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(TABLE, path)
+    data = bridge.ParquetDataset(path)
+    assert len(data) == 1
+    pq.write_table(TABLE, path)
+    os.utime(path, ns=(0, 0))
+    with pytest.raises(CorruptFileError, match=r"a\.parquet was written again since this was opened"):
+        list(data)
+    path.unlink()
+    with pytest.raises(CorruptFileError, match=r"a\.parquet is gone"):
+        list(data)
+
+
+def test_what_only_spark_does_is_refused(tmp_path: Path) -> None:
+    pq.write_table(TABLE, tmp_path / "a.parquet")
+    with pytest.raises(PolicyError, match=r"done by Spark: export the table with them"):
+        rows(tmp_path, policies={"n": bridge.drop_nulls()})
+
+
+def test_arrays_of_several_lengths_need_a_policy(tmp_path: Path) -> None:
+    table = pa.table({"v": pa.array([[1.0]] * 10 + [[1.0, 2.0]] * 10)})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    with pytest.raises(LossyConversionError, match=r"column 'v' holds arrays .*\n.*bridge\.jagged\(\)"):
+        rows(tmp_path)
+    with pytest.raises(LossyConversionError, match="column 'v' holds arrays"):
+        rows(tmp_path, shuffle=True)
+    assert rows(tmp_path, policies={"v": bridge.offsets()})["v"][1].tolist()[-1] == 30
