@@ -17,6 +17,7 @@ QUESTIONS = {
     "copying": "3,000 and 15,375 files from a slow volume and on a disk, beside cp; 100,000 small files (no engine)",
     "digest": "1 GiB digested, beside a copy of memory and a read of the file",
     "exporting": "20M rows to shards, beside write.parquet or Sail's toArrow; peak memory; reuse of 1,000 shards",
+    "files": "3,000 files from a slow volume: epochs beside copy_tree and the mount; 100,000 small files (no engine)",
     "handoff": "the same table to tensors and lists, beside toArrow alone, and toPandas taken on by hand; peak memory",
     "startup": "import bridge; a fresh process to its first batch of tensors (always the embedded engine)",
 }

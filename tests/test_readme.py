@@ -34,7 +34,7 @@ def _run(command: list[str], home: Path) -> str:
 
 
 def test_python_blocks_run(home: Path) -> None:
-    assert len(_blocks("python")) == 3
+    assert len(_blocks("python")) == 4
     assert list((home / "exports").glob("*/*/_bridge.0.json"))
 
 

@@ -7,6 +7,7 @@ Nothing is moved that stays in the order of the files: batches are then slices o
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any, Protocol, TypeAlias
@@ -164,7 +165,8 @@ class _MatrixWindow:
     def put(self, rows: pa.Table, target: Indices | None) -> None:
         arrays = feature_arrays(rows, self._features, self._dtype)
         if not self._filled:
-            self._matrix = np.empty((self._num_rows, len(arrays)), arrays[0].dtype)
+            dtype = torch.from_numpy(arrays[0][:0].copy()).dtype
+            self._matrix = _empty((self._num_rows, len(arrays)), dtype).numpy()
         block = np.empty((min(_BLOCK_ROWS, rows.num_rows), len(arrays)), self._matrix.dtype)
         for start in range(0, rows.num_rows, _BLOCK_ROWS):
             stop = min(start + _BLOCK_ROWS, rows.num_rows)
@@ -200,7 +202,7 @@ class _Tensor:
             self._parts.append(values)
             return
         if not self._parts:
-            self._parts = [torch.empty(self._num_rows, *values.shape[1:], dtype=values.dtype)]
+            self._parts = [_empty((self._num_rows, *values.shape[1:]), values.dtype)]
         whole, index = self._parts[0], torch.from_numpy(target)
         whole, values = _signed(whole), _signed(values)
         if values.dim() == 1:
@@ -385,6 +387,14 @@ def _cloned(values: Any) -> Any:
     if isinstance(values, tuple):
         return tuple(map(_cloned, values))
     return values.clone() if isinstance(values, torch.Tensor) else values
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor in memory of Arrow's pool, which gives pages again that were freed: fresh ones cost much."""
+    count = math.prod(shape)
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(pa.allocate_buffer(count * dtype.itemsize), dtype=dtype).reshape(shape)
 
 
 def _signed(values: torch.Tensor) -> torch.Tensor:

@@ -303,7 +303,7 @@ class FileCache:
             ledger.has_warned = True
             warnings.warn(
                 f"files are read from {source.storage}, not from the cache {self.folder}: {reason}.{advice}",
-                stacklevel=3,
+                stacklevel=4,  # at who called fetch
             )
         return source.storage.folder / source.name
 
@@ -355,7 +355,8 @@ class Epoch:
         key = (os.getpid(), str(storage), name)
         for _ in range(_TRIES):
             source = Source.find(storage, name, status)
-            if (found := self._found.get(key)) and found[:2] == (source.num_bytes, source.mtime_ns):
+            found = self._found.get(key)
+            if found and found[:2] == (source.num_bytes, source.mtime_ns) and found[2].path.exists():
                 return found[2]
             state: int | str = self._token
             # where the next change might not show in the time, the copy is good for one epoch
