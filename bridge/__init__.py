@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         sparse,
         to_json,
     )
+    from bridge.loading.coverage import CoverageReport, verify_epoch
     from bridge.loading.files import UCVolumeDataset
     from bridge.loading.loader import DataLoader
     from bridge.loading.parquet import ParquetDataset
@@ -66,6 +67,7 @@ __all__ = [
     "CopyError",
     "CopyReport",
     "CorruptFileError",
+    "CoverageReport",
     "DataLoader",
     "EngineError",
     "EngineSilentError",
@@ -112,6 +114,7 @@ __all__ = [
     "remove_export",
     "sparse",
     "to_json",
+    "verify_epoch",
     "verify_export",
     "volume_path",
 ]
@@ -119,6 +122,7 @@ __all__ = [
 # imported at the first use of the name, so that `import bridge` stays cheap
 _HOMES = {
     "CopyReport": "bridge.volumes.copy",
+    "CoverageReport": "bridge.loading.coverage",
     "DataLoader": "bridge.loading.loader",
     "ExportInfo": "bridge.tables.inventory",
     "ParquetDataset": "bridge.loading.parquet",
@@ -150,6 +154,7 @@ _HOMES = {
     "remove_export": "bridge.tables.retention",
     "sparse": "bridge.columns.policies",
     "to_json": "bridge.columns.policies",
+    "verify_epoch": "bridge.loading.coverage",
     "verify_export": "bridge.tables.inventory",
     "volume_path": "bridge.volumes.path",
 }

@@ -206,3 +206,54 @@ def loading(folder: str) -> None:
     dist.barrier()
     tell("gone", lambda: len(bridge.UCVolumeDataset(files)))
     dist.destroy_process_group()
+
+
+def coverage(folder: str) -> None:
+    """Compare what epochs held with the files, all ranks together."""
+    import copy
+    from dataclasses import asdict
+
+    dist.init_process_group("gloo")
+
+    def report(data: Any, batches: Any = None) -> Any:
+        found = bridge.verify_epoch(data, batches)
+        return [found.is_complete, str(found), asdict(found)]
+
+    def opened(**arguments: Any) -> bridge.ParquetDataset:
+        return bridge.ParquetDataset(Path(folder, "data"), **{"batch_size": 4, "shuffle": True, **arguments})
+
+    def got(**arguments: Any) -> list[Any]:
+        return copy.deepcopy(list(opened(**arguments)))
+
+    is_last = RANK == WORLD_SIZE - 1
+    for name, arguments in (
+        ("plain", {}), ("files in order", {"shuffle": False}), ("drop_last", {"drop_last": True}),
+        ("few", {"batch_size": 100}), ("X and y", {"features": ["x"], "label": "n"}), ("text", {"columns": ["text"]}),
+    ):  # fmt: skip
+        tell(name, lambda given=arguments: report(opened(**given)))  # type: ignore[misc]
+        tell(f"{name}, of a loop", lambda given=arguments: report(opened(**given), got(**given)))  # type: ignore[misc]
+    tell("loader", lambda: report(bridge.DataLoader(opened(), num_workers=1)))
+    tell("one row", lambda: report(bridge.ParquetDataset(Path(folder, "one.parquet"))))
+    tell("one row, of no loop", lambda: report(bridge.ParquetDataset(Path(folder, "one.parquet")), []))
+    tell("alone", lambda: report(opened(rank=0, world_size=1)) if is_last else None)
+
+    batches = got()
+    tell("batch", lambda: [batches[1]["n"].tolist(), batches[2]["n"].tolist()])
+    tell("missing", lambda: report(opened(), batches[: 1 + (not is_last)] + batches[2:]))
+    tell("double", lambda: report(opened(), batches[: 3 - (RANK == 0)] + batches[1 + is_last :]))
+    if is_last:
+        batches[1]["x"][2] = -0.0
+    tell("changed", lambda: report(opened(), batches))
+    tell("fewer", lambda: report(opened(drop_last=True), batches[:-1][not is_last :]))
+    tell("other data", lambda: report(opened(rank=RANK, world_size=WORLD_SIZE + 1)))
+    tell("wrong", lambda: report(opened(), [{"n": 3}] if is_last else batches))
+
+    import torch.testing._internal.distributed.fake_pg  # noqa: F401
+
+    dist.destroy_process_group()
+    port = int(os.environ["OTHER_PORT"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=RANK == 0)
+    dist.init_process_group("fake", store=store, rank=RANK, world_size=WORLD_SIZE)
+    tell("beside another backend", lambda: report(opened(drop_last=True)))
+    tell("groups", lambda: len(dist.distributed_c10d._world.pg_map))
+    dist.destroy_process_group()

@@ -230,15 +230,19 @@ class OrderedDataset(IterableDataset[Any]):
         return self._counted(led) if led else self._moving(self._begin())
 
     def lead(self, num_workers: int = 0) -> Pass:
-        """Begin a pass whose position `DataLoader` tells, through `moved` and `finish`; the next iteration is it.
+        """Begin a pass whose position `DataLoader` tells, through `moved` and `finish`.
 
         Args:
             num_workers: Processes that iterate; 0 for this one.
         """
         run = self._begin(max(1, num_workers))
         self._tell(run.place, run)
-        self._led = run
         return run
+
+    def follow(self, run: Pass) -> None:
+        """Let the next iteration in this process be a pass that `lead` began, whatever was called since."""
+        self.run = self._led = run
+        self._place, self._is_finished = run.place, False
 
     def moved(self, run: Pass, items: int) -> None:
         """Note that the training loop has so many items of a pass, of all its workers together."""

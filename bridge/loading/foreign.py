@@ -150,6 +150,8 @@ def _plain_type(arrow: pa.DataType) -> pa.DataType:
         return pa.binary()
     if types.is_large_list(arrow) or types.is_list(arrow):
         return pa.list_(_plain_type(arrow.value_type))
+    if types.is_struct(arrow):
+        return pa.struct([(field.name, _plain_type(field.type)) for field in arrow])
     if isinstance(arrow, pa.BaseExtensionType):
         return _plain_type(arrow.storage_type)
     return arrow

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, default_collate
+from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
-from bridge import distributed
 from bridge.columns.tensors import to_torch
+from bridge.distributed import resolve_rank
+from bridge.errors import LossyConversionError
+from bridge.loading.agreement import agree
 from bridge.loading.dataset import Listing, OrderedDataset, Pass
 from bridge.loading.order import Indices, Order, num_steps, num_valid, padding, seed_of
 from bridge.volumes.digest import digest_bytes
@@ -27,8 +31,9 @@ Fetch = Callable[[Indices], Any]
 
 def is_huggingface(dataset: Any) -> bool:
     """Return whether it is a dataset of Hugging Face's, map-style or iterable."""
-    module: Any = sys.modules.get("datasets")  # whoever made one has imported it
-    return module is not None and isinstance(dataset, module.Dataset | module.IterableDataset)
+    # whoever made one has imported these; a module of somebody's own may be called "datasets" too
+    kinds = [("datasets.arrow_dataset", "Dataset"), ("datasets.iterable_dataset", "IterableDataset")]
+    return any(isinstance(dataset, getattr(sys.modules.get(module), name, ())) for module, name in kinds)
 
 
 def open_huggingface(
@@ -43,16 +48,18 @@ def open_huggingface(
     import datasets
 
     if isinstance(dataset, datasets.IterableDataset):
-        if shuffle or sampler is not None or batch_sampler is not None or collate_fn is not None:
+        if shuffle or sampler is not None or batch_sampler is not None:
             raise ValueError(
-                "an iterable dataset takes no shuffle, sampler, batch_sampler or collate_fn here.\n"
-                "  Use its own shuffle(buffer_size=...) and map()."
+                "an iterable dataset takes no shuffle, sampler or batch_sampler here.\n"
+                "  Use its own shuffle(buffer_size=...)."
             )
-        return StreamBatches(dataset, batch_size=batch_size or 1, drop_last=drop_last, seed=seed)
+        if collate_fn is None and dataset._formatting is None and _decodes(dataset.features or {}):
+            collate_fn = default_collate
+        return StreamBatches(dataset, collate_fn, batch_size=batch_size or 1, drop_last=drop_last, seed=seed)
     fetch = _fetcher(dataset, collate_fn)
     if sampler is None and batch_sampler is None:
         return RowBatches(dataset, fetch, batch_size=batch_size or 1, shuffle=shuffle, seed=seed, drop_last=drop_last)
-    if batch_sampler is not None and (batch_size is not None or shuffle or sampler is not None or drop_last):
+    if batch_sampler is not None and (batch_size not in (None, 1) or shuffle or sampler is not None or drop_last):
         raise ValueError("batch_sampler excludes batch_size, shuffle, sampler and drop_last.")
     if sampler is not None and shuffle:
         raise ValueError("sampler excludes shuffle.")
@@ -74,8 +81,7 @@ class RowBatches(OrderedDataset):
             canonical_world_size=None, rank=None, world_size=None,
         )  # fmt: skip
         self._fetch = fetch
-        # equal for equal data, however it was made; formats, which change it, do not matter for the order
-        self._rows = Listing(np.ones(len(dataset), np.int64), str(dataset._fingerprint))
+        self._rows = Listing(np.ones(len(dataset), np.int64), _digest(dataset))
 
     def __str__(self) -> str:
         return f"a dataset of {self._rows.num_rows:,} rows"
@@ -118,8 +124,8 @@ class RowBatches(OrderedDataset):
 class SampledBatches(OrderedDataset):
     """Batches of a map-style dataset as a sampler chooses them; which ranks get what is the sampler's matter.
 
-    The position counts batches. A RandomSampler without a generator of its own gets one that is seeded for each epoch,
-    so that a resumed epoch goes on as it began; other samplers must give the same again.
+    The position counts batches. A sampler of torch's that draws without a generator of its own gets one that is seeded
+    for each epoch, so that a resumed epoch goes on as it began; other samplers must give the same again.
     """
 
     makes_batches = True
@@ -132,18 +138,19 @@ class SampledBatches(OrderedDataset):
         )  # fmt: skip
         self._fetch = fetch
         self._batches = batches
-        self._fingerprint = str(dataset._fingerprint)
         self._sampler = getattr(batches, "sampler", batches)
-        self._generator: torch.Generator | None = None
-        if isinstance(self._sampler, RandomSampler) and self._sampler.generator is None:
-            self._generator = self._sampler.generator = torch.Generator()
+        self._listing = Listing((), _digest(dataset))
 
     def __str__(self) -> str:
         return f"a dataset with a {type(self._sampler).__name__}"
 
+    def __len__(self) -> int:
+        """Batches of an epoch, where the sampler says how many."""
+        return len(self._batches)
+
     def listing(self) -> Listing:
-        """Return one row group for each batch."""
-        return Listing(np.ones(len(self._batches), np.int64), self._fingerprint)
+        """Return what tells the data from other data."""
+        return self._listing
 
     def num_valid(self, step: int) -> int:
         """Refuse: what repeats rows is the sampler.
@@ -157,40 +164,55 @@ class SampledBatches(OrderedDataset):
         """Begin a pass.
 
         Raises:
-            ValueError: Workers are to iterate, each of which would ask a sampler of its own.
+            ValueError: Workers are to iterate, each of which asks a sampler of its own, and these might not agree.
         """
-        if num_workers:
-            raise ValueError("a sampler goes with num_workers=0: batches are slices of Arrow tables, which are quick.")
-        return super().lead()
+        inner = self._sampler if type(self._batches) is BatchSampler else self._batches
+        is_same = isinstance(inner, list | tuple | range | SequentialSampler) or hasattr(inner, "set_epoch")
+        if num_workers and not (is_same or getattr(inner, "generator", inner) is None):
+            raise ValueError(
+                f"{type(inner).__name__} may choose other rows in each worker; num_workers is {num_workers}.\n"
+                "  Take num_workers=0, or a sampler that has set_epoch() or no generator of its own."
+            )
+        return super().lead(num_workers)
 
-    def _num_items(self, run: Pass) -> int:
-        return len(self._batches) - run.place.consumed
+    def moved(self, run: Pass, items: int) -> None:
+        """Note that the training loop has so many batches."""
+        self._place = replace(run.place, consumed=run.place.consumed + items)
+        try:
+            self._is_finished = self._place.consumed >= len(self._batches)
+        except TypeError:  # this sampler does not know; the end of the iteration tells
+            self._is_finished = False
 
     def _items(self, run: Pass) -> Iterator[Any]:
         for one in {id(one): one for one in (self._batches, self._sampler)}.values():
             if hasattr(one, "set_epoch"):
                 one.set_epoch(run.place.epoch)
-        if self._generator is not None:
-            self._generator.manual_seed(seed_of(f"{self.seed}/{run.place.epoch}/sampler"))
-        for indices in itertools.islice(self._batches, run.place.consumed + run.item, None):
+        generator = torch.Generator().manual_seed(seed_of(f"{self.seed}/{run.place.epoch}/sampler"))
+        first = run.place.consumed + run.item * run.num_workers + run.worker
+        for indices in itertools.islice(_drawing(self._batches, generator), first, None, run.num_workers):
             yield self._fetch(np.asarray(indices, np.int64))
 
 
 class StreamBatches(OrderedDataset):
     """Batches of an iterable dataset. The position counts rows; a resumed epoch reads again what comes before it.
 
-    The dataset's own state would lose what its shuffle buffer holds (huggingface/datasets#7901).
+    The dataset's own state would lose what its shuffle buffer holds (huggingface/datasets#7901). Of a dataset that is
+    split by node, ranks may get different numbers of batches.
     """
 
     makes_batches = True
     remedy = "give the dataset more shards and fewer map() steps, or export it and use ParquetDataset"
 
-    def __init__(self, dataset: datasets.IterableDataset, *, batch_size: int, drop_last: bool, seed: int) -> None:
+    def __init__(
+        self, dataset: datasets.IterableDataset, collate: Callable[[Any], Any] | None, *, batch_size: int,
+        drop_last: bool, seed: int,
+    ) -> None:  # fmt: skip
         super().__init__(
             batch_size=batch_size, shuffle=False, shuffle_window=1, seed=seed, drop_last=drop_last,
             canonical_world_size=None, rank=0, world_size=1,
         )  # fmt: skip
         self._dataset = dataset
+        self._collate = collate
 
     def __str__(self) -> str:
         return "an iterable dataset"
@@ -213,23 +235,26 @@ class StreamBatches(OrderedDataset):
         raise TypeError("batches of an iterable dataset hold no padding.")
 
     def listing(self) -> Listing:
-        """Return what tells the data from other data, as far as it is known without reading it."""
-        return Listing((), digest_bytes(repr(self._dataset.features).encode()))
+        """Return what tells the data from other data, as far as it is known without reading it: types and seeds."""
+        known = [repr(self._dataset.features), *_seeds(self._dataset._ex_iterable)]
+        return Listing((), digest_bytes("\n".join(known).encode()))
 
     def lead(self, num_workers: int = 0) -> Pass:
         """Begin a pass.
 
         Raises:
             ValueError: Workers or ranks would all get the same rows, or the position is none of this batch size.
+            RankError: Ranks would split rows that are shuffled differently, or other epochs.
         """
         if num_workers:
             raise ValueError("an iterable dataset goes with num_workers=0 here: each worker would give all rows.")
-        if distributed.world_size() > 1 and self._dataset._distributed is None:
+        if resolve_rank()[1] > 1 and self._dataset._distributed is None:
             raise ValueError(
                 "each rank would get all rows of this iterable dataset.\n"
                 "  Split it: datasets.distributed.split_dataset_by_node(dataset, rank, world_size)."
             )
         run = super().lead()
+        agree(f"an iteration over {self}", {"digest": self.listing().digest, "epoch": run.place.epoch})
         if run.place.consumed % self.rows_per_item:
             raise ValueError(f"the state was taken after {run.place.consumed:,} rows; give the batch_size of then.")
         return run
@@ -239,12 +264,49 @@ class StreamBatches(OrderedDataset):
         self._place = replace(run.place, consumed=run.place.consumed + items * self.rows_per_item)
 
     def _items(self, run: Pass) -> Iterator[Any]:
-        has_format = self._dataset._formatting is not None
-        dataset = self._dataset if has_format else self._dataset.with_format("arrow")
+        as_given = self._collate is not None or self._dataset._formatting is not None
+        dataset = self._dataset if as_given else self._dataset.with_format("arrow")
         dataset.set_epoch(run.place.epoch)  # on the last one: with_format forgets it
-        batches: Iterable[Any] = dataset.iter(self.rows_per_item, drop_last_batch=self.drop_last)
-        for batch in itertools.islice(batches, run.place.consumed // self.rows_per_item, None):
-            yield batch if has_format else to_torch(batch)
+        size, consumed = self.rows_per_item, run.place.consumed
+        if self._collate is None:
+            batches: Iterable[Any] = dataset.iter(size, drop_last_batch=self.drop_last)
+            for batch in itertools.islice(batches, consumed // size, None):
+                yield batch if as_given else _own_tensors(batch)
+            return
+        rows = itertools.islice(dataset, consumed, None)
+        while len(batch := list(itertools.islice(rows, size))) > (size - 1 if self.drop_last else 0):
+            yield self._collate(batch)
+
+
+def _drawing(sampler: Any, generator: torch.Generator) -> Any:
+    """Return a sampler that draws from `generator` where it has none of its own; the one given stays as it is."""
+    other: dict[str, Any] = {}
+    if getattr(sampler, "generator", sampler) is None:
+        other["generator"] = generator
+    if hasattr(sampler, "sampler") and (inner := _drawing(sampler.sampler, generator)) is not sampler.sampler:
+        other["sampler"] = inner
+    if other:
+        sampler = copy.copy(sampler)
+        vars(sampler).update(other)
+    return sampler
+
+
+def _seeds(source: Any) -> Iterator[str]:
+    """Yield the state of the generators that an iterable dataset shuffles with."""
+    if (generator := getattr(source, "generator", None)) is not None:
+        yield repr(generator.bit_generator.state)
+    for inner in [getattr(source, "ex_iterable", None), *getattr(source, "ex_iterables", [])]:
+        if inner is not None:
+            yield from _seeds(inner)
+
+
+def _digest(dataset: datasets.Dataset) -> str:
+    """Return what is equal only for equal data, as far as `datasets` knows without reading it all.
+
+    A fingerprint hashes where the data came from and each call that changed it, formats included. Where a function
+    could not be hashed, which `datasets` warns of, it is another in each process, and a state is refused.
+    """
+    return digest_bytes(str(dataset._fingerprint).encode())
 
 
 def _fetcher(dataset: datasets.Dataset, collate_fn: Callable[[Any], Any] | None) -> Fetch:
@@ -257,17 +319,28 @@ def _fetcher(dataset: datasets.Dataset, collate_fn: Callable[[Any], Any] | None)
 
 
 class _ArrowRows:
-    """Tensors of slices of the table under a dataset."""
+    """Tensors of rows of the table under a dataset, which a loop may write into."""
 
     def __init__(self, dataset: datasets.Dataset) -> None:
         self._dataset = dataset
 
     def __call__(self, indices: Indices) -> dict[str, Any]:
-        dataset = self._dataset
         # what select, filter, shuffle and sort leave: the rows of the table that the dataset has
-        if dataset._indices is not None:
-            indices = _taken(dataset._indices.table, indices).column(0).to_numpy()
-        return to_torch(_taken(dataset.data.table, indices))
+        if self._chosen is not None:
+            indices = self._chosen.take(indices).column(0).to_numpy().astype(np.int64)
+        return _own_tensors(self._rows.take(indices))
+
+    @cached_property
+    def _rows(self) -> _Rows:
+        shown = self._dataset.format
+        return _Rows(self._dataset.data.table, None if shown["output_all_columns"] else shown["columns"])
+
+    @cached_property
+    def _chosen(self) -> _Rows | None:
+        return None if self._dataset._indices is None else _Rows(self._dataset._indices.table)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_dataset": self._dataset}  # addresses mean nothing to another process
 
 
 class _FormattedRows:
@@ -291,36 +364,125 @@ class _CollatedRows:
         return self._collate(self._dataset.__getitems__(indices.tolist()))
 
 
-def _taken(table: pa.Table, indices: Indices) -> pa.Table:
-    """Return some rows: a slice where they lie behind one another."""
-    if len(indices) and (np.diff(indices) == 1).all():
-        return table.slice(indices[0], len(indices))
+class _Rows:
+    """Rows of a table of many record batches, at a cost that grows with those taken alone.
+
+    `pa.Table.take` joins all chunks of a column first, so that each batch would read the whole dataset.
+    """
+
+    def __init__(self, table: pa.Table, names: Sequence[str] | None = None) -> None:
+        table = table if names is None else table.select(names)
+        self._schema = table.schema
+        self._batches = [batch for batch in table.to_batches() if batch.num_rows]
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in self._batches)])
+        columns = [[batch.column(n) for batch in self._batches] for n in range(table.num_columns)]
+        self._columns = [_Span.of(chunks) or _Chunks(chunks) for chunks in columns]
+
+    def take(self, indices: Indices) -> pa.Table:
+        """Return rows; negative indices count from the end.
+
+        Raises:
+            IndexError: There is no such row.
+        """
+        num_rows = int(self._starts[-1])
+        if len(indices) and not -num_rows <= indices.min() <= indices.max() < num_rows:
+            raise IndexError(f"rows {indices.min():,} to {indices.max():,} are asked for; there are {num_rows:,}.")
+        indices = np.where(indices < 0, indices + num_rows, indices)
+        batch_of = np.searchsorted(self._starts, indices, side="right") - 1
+        if len(indices) == 0:
+            return self._schema.empty_table()
+        if (np.diff(indices) == 1).all():
+            first, last = int(batch_of[0]), int(batch_of[-1])
+            near = pa.Table.from_batches(self._batches[first : last + 1], self._schema)
+            return near.slice(int(indices[0] - self._starts[first]), len(indices))
+        row_of = indices - self._starts[batch_of]
+        columns = [column.take(batch_of, row_of) for column in self._columns]
+        return pa.Table.from_arrays(columns, schema=self._schema)
+
+
+class _Chunks:
+    """The chunks of a column of any type."""
+
+    def __init__(self, chunks: list[pa.Array]) -> None:
+        self._chunks = chunks
+
+    def take(self, chunk_of: Indices, row_of: Indices) -> pa.Array:
+        """Return the values at some rows, counted in their chunks."""
+        chunks, places = self._chunks, zip(chunk_of.tolist(), row_of.tolist(), strict=True)
+        return pa.concat_arrays([chunks[chunk].slice(row, 1) for chunk, row in places])
+
+
+class _Span:
+    """The memory from the first to the last chunk of a column of numbers, seen as one array.
+
+    What lies between the chunks is never read. So one gather of NumPy's serves any number of chunks.
+    """
+
+    def __init__(self, chunks: list[pa.Array], width: int) -> None:
+        self._type = chunks[0].type
+        self._chunks = chunks  # keeps the memory
+        starts = np.array([chunk.buffers()[1].address + chunk.offset * width for chunk in chunks], np.int64)
+        low, stop = int(starts.min()), int((starts + width * np.array([len(chunk) for chunk in chunks])).max())
+        self._values = np.frombuffer(pa.foreign_buffer(low, stop - low), f"u{width}")
+        self._starts, odd = np.divmod(starts - low, width)
+        self.is_aligned = not odd.any()
+
+    @classmethod
+    def of(cls, chunks: list[pa.Array]) -> _Span | None:
+        """Return None for what is no column of numbers, or has nulls."""
+        types, arrow = pa.types, chunks[0].type if chunks else pa.null()
+        if not (types.is_integer(arrow) or types.is_floating(arrow) or types.is_temporal(arrow)):
+            return None
+        if arrow.bit_width > 64 or any(chunk.null_count for chunk in chunks):
+            return None
+        span = cls(chunks, arrow.bit_width // 8)
+        return span if span.is_aligned else None
+
+    def take(self, chunk_of: Indices, row_of: Indices) -> pa.Array:
+        """Return the values at some rows, counted in their chunks."""
+        taken = self._values.take(self._starts[chunk_of] + row_of)
+        return pa.Array.from_buffers(self._type, len(row_of), [None, pa.py_buffer(taken)])
+
+
+def _own_tensors(table: pa.Table) -> dict[str, Any]:
+    """Return tensors whose memory is not the dataset's, which is another's, or a file that must not be written to."""
+    columns = [_plain(column) for column in table.columns]
+    fields = [field.with_type(column.type) for field, column in zip(table.schema, columns, strict=True)]
     try:
-        return table.take(indices)
-    except pa.ArrowInvalid:
-        # take joins chunks of text, and fails where they hold more than 2 GiB
-        return _taken_by_chunk(table, indices)
+        made = to_torch(pa.Table.from_arrays(columns, schema=pa.schema(fields)))
+    except LossyConversionError as exc:
+        exc.add_note("  Of a dataset of Hugging Face's: give the loader a collate_fn, or the dataset a format.")
+        raise
+    return {name: _copied(value) for name, value in made.items()}
 
 
-def _taken_by_chunk(table: pa.Table, indices: Indices) -> pa.Table:
-    batches = table.to_batches()
-    ends = np.cumsum([batch.num_rows for batch in batches])
-    chunk_of = np.searchsorted(ends, indices, side="right")
-    by_chunk = np.argsort(chunk_of, kind="stable")
-    parts = []
-    for chunk in np.unique(chunk_of):
-        start = ends[chunk] - batches[chunk].num_rows
-        parts.append(batches[chunk].take(pa.array(indices[chunk_of == chunk] - start)))
-    places = np.empty(len(indices), np.int64)
-    places[by_chunk] = np.arange(len(indices))
-    return pa.Table.from_batches(parts, table.schema).take(places)
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    """Return a column in the types that `to_torch` knows."""
+    types, arrow = pa.types, column.type
+    if isinstance(arrow, pa.BaseExtensionType):
+        return pa.chunked_array([chunk.storage for chunk in column.chunks], arrow.storage_type)
+    if types.is_large_string(arrow) or types.is_string_view(arrow):
+        return column.cast(pa.string())
+    if types.is_large_binary(arrow) or types.is_binary_view(arrow):
+        return column.cast(pa.binary())
+    return column
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        # clone() waits for torch's threads, which other work may have
+        return torch.from_numpy(value.numpy().copy()) if value.layout is torch.strided else value.clone()
+    if isinstance(value, tuple):
+        return tuple(map(_copied, value))
+    return {name: _copied(part) for name, part in value.items()} if isinstance(value, dict) else value
 
 
 def _decodes(feature: Any) -> bool:
     """Return whether values of a feature are decoded when a row is read, as images are."""
     if isinstance(feature, Mapping):
         return any(map(_decodes, feature.values()))
-    if isinstance(feature, list):
+    if isinstance(feature, list | tuple):
         return any(map(_decodes, feature))
-    inner = getattr(feature, "feature", None)
-    return hasattr(feature, "decode_example") or (inner is not None and _decodes(inner))
+    if hasattr(feature, "decode_example"):
+        return bool(getattr(feature, "decode", True))
+    return _decodes(getattr(feature, "feature", ()))

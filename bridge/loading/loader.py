@@ -166,6 +166,8 @@ class DataLoader:
 
     def _handed_over(self, run: Pass, source: Iterator[Marked]) -> Iterator[Any]:
         ordered, stats = self._ordered, self.stats
+        if not self.num_workers:
+            ordered.follow(run)
         num_workers = max(1, self.num_workers)
         done = list(run.place.items) or [(0, 0)] * num_workers
         traffic = [Traffic()] * num_workers

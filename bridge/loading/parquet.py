@@ -61,6 +61,8 @@ class RowGroupDataset(OrderedDataset):
             raise ValueError("batch_size is None; give the rows of a batch, which this dataset makes whole.")
         self._open_row_groups = open_row_groups
         self._name = name
+        if columns is not None and (isinstance(columns, str) or not columns or len(set(columns)) < len(columns)):
+            raise ValueError(f"columns is {columns!r}; give a list of column names, each once.")
         self._columns = columns
         self._features = features
         self._label = label
@@ -158,17 +160,16 @@ class RowGroupDataset(OrderedDataset):
         sizes = [*(size for _ in steps[:-1]), *([last_valid] if last_valid else [])]
         batches = Batches(self.row_groups, self.form, prefetch_bytes=self._prefetch_bytes)
         with closing(batches.of(order, share, sizes)) as made:
-            columns: Columns | None = None
+            row: Columns | None = None
             for step in steps:
-                is_padded = step == steps[-1] and last_valid < last_size
-                if is_padded:
-                    real = next(made) if last_valid else None
-                    before = real or columns
-                    at = padding(num_rows, rank=run.rank, world_size=run.world_size)
-                    row = last_row(before) if before else batches.row(order, at)
-                    columns = join([real, row], self.form.names) if real else row
-                else:
-                    columns = next(made)
+                is_last = step == steps[-1]
+                columns = next(made) if last_valid or not is_last else None
+                if columns is None:
+                    columns = row or batches.row(order, padding(num_rows, rank=run.rank, world_size=run.world_size))
+                elif is_last and last_valid < last_size:
+                    columns = join([columns, last_row(columns)], self.form.names)
+                elif not last_valid and step == steps[-1] - 1:
+                    row = last_row(columns)  # now, since the training step may write into the batch
                 if (step - run.worker) % run.num_workers == 0:
                     yield columns
 

@@ -18,6 +18,7 @@ def made_ahead(items: Iterator[T], size_of: Callable[[T], int], max_bytes: int) 
     waits. What making one raises is raised here, in its place.
     """
     ahead = _Ahead(items, size_of, max_bytes)
+    unregister = atexit.unregister  # a generator that is closed last of all finds no modules
     # a thread that still decodes when the interpreter ends takes the process down with it
     atexit.register(ahead.stop)
     ahead.thread.start()
@@ -25,7 +26,7 @@ def made_ahead(items: Iterator[T], size_of: Callable[[T], int], max_bytes: int) 
         yield from ahead
     finally:
         ahead.stop()
-        atexit.unregister(ahead.stop)
+        unregister(ahead.stop)
 
 
 class _Ahead(Generic[T]):
@@ -59,7 +60,7 @@ class _Ahead(Generic[T]):
         with self._changed:
             self._is_over = True
             self._changed.notify()
-        if self.thread is not threading.current_thread():
+        if self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join()
         self._made.clear()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import mmap
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -22,6 +24,9 @@ from bridge.manifest import Manifest, RowGroup, Shard, chunk_range
 from bridge.volumes.digest import read_range
 from bridge.volumes.hold import Hold
 from bridge.volumes.storage import with_retries
+
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0  # elsewhere nothing is set aside
+_UNRESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
 
 
 class RowGroups(Protocol):
@@ -208,11 +213,11 @@ class _Memory:
     @contextmanager
     def holding(self, group: RowGroup) -> Iterator[tuple[memoryview, pa.BufferReader]]:
         """Lend memory for the bytes of a row group, and the file that Arrow sees it in."""
-        region = self._free.pop() if self._free else pa.allocate_buffer(self._num_bytes, pa.system_memory_pool())
+        region = self._free.pop() if self._free else _region(self._num_bytes)
         try:
             start = self._place - group.start
             yield (
-                memoryview(region)[self._place : self._place + group.stop - group.start],
+                memoryview(region).cast("B")[self._place : self._place + group.stop - group.start],
                 pa.BufferReader(region.slice(start, group.stop)),
             )
         finally:
@@ -220,6 +225,14 @@ class _Memory:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _like, (self._place, self._num_bytes)
+
+
+def _region(num_bytes: int) -> pa.Buffer:
+    try:
+        return pa.allocate_buffer(num_bytes, pa.system_memory_pool())
+    except MemoryError:
+        # the file is larger than memory: no room is set aside for pages that are never touched
+        return pa.py_buffer(mmap.mmap(-1, num_bytes, flags=_UNRESERVED))
 
 
 def _like(place: int, num_bytes: int) -> _Memory:

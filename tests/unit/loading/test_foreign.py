@@ -12,6 +12,8 @@ import pytest
 
 import bridge
 from bridge.errors import CorruptFileError, LossyConversionError, PolicyError, SourceError
+from bridge.loading.row_groups import _Memory
+from bridge.manifest import RowGroup
 from tests.exports import make_export
 
 TABLE = pa.table(
@@ -105,6 +107,31 @@ def test_dictionaries_of_single_files_become_values(tmp_path: Path) -> None:
     assert batch == {"w": ["b", "a", "c", "b"], "t": ["b", "a", "c", "b"]}
     codes = rows(tmp_path, columns=["w"], policies={"w": bridge.dictionary()})
     assert codes["w"].tolist() == [1, 0, 2, 1]
+
+
+def test_structs_hold_what_tables_of_spark_hold(tmp_path: Path) -> None:
+    for number, is_nullable in enumerate([True, False]):
+        kind = pa.struct(
+            [
+                pa.field("t", pa.large_string(), nullable=is_nullable),
+                pa.field("s", pa.struct([pa.field("n", pa.int32(), nullable=is_nullable)])),
+            ]
+        )
+        column = pa.array([{"t": f"{number}", "s": {"n": number}}], kind)
+        pq.write_table(pa.table({"p": column}), tmp_path / f"{number}.parquet")
+
+    batch = rows(tmp_path)
+    assert batch["p"]["t"] == ["0", "1"]
+    assert batch["p"]["s"]["n"].tolist() == [0, 1]
+
+
+def test_a_file_may_be_larger_than_memory(tmp_path: Path) -> None:
+    # as a row group far behind in a file of many; only its own pages are touched
+    group = RowGroup(1, 1 << 42, (1 << 42) + 1000, "")
+    with _Memory([group]).holding(group) as (memory, source):
+        memory[:] = bytes(range(250)) * 4
+        source.seek(group.start)
+        assert source.read(1000) == bytes(range(250)) * 4
 
 
 def test_names_with_dots(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -117,6 +119,24 @@ def test_padding_repeats_the_last_row_of_the_rank_or_of_all(folder: Path) -> Non
 
     rows = [numbers(opened(folder, rank=rank, world_size=400, batch_size=1)) for rank in (202, 203, 399)]
     assert rows[0] == rows[1] == rows[2]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("features", [None, ["n"]])
+def test_padding_repeats_what_was_read_also_where_the_loop_wrote_into_the_batch(
+    tmp_path: Path, shuffle: bool, features: list[str] | None
+) -> None:
+    folder, _ = make_export(tmp_path, [pa.table({"n": range(20)})], row_group_rows=3)
+    data = opened(folder, shuffle=shuffle, features=features, batch_size=3, rank=2, world_size=3)
+    expected = [batch.clone() if features else batch["n"].clone() for batch in data]
+    assert data.num_valid(2) == 0
+    assert expected[2].flatten().tolist() == expected[1][-1:].flatten().tolist()
+
+    data.set_epoch(0)
+    for batch, before in zip(data, expected, strict=True):
+        values = batch if features else batch["n"]
+        assert torch.equal(values, before)
+        values.zero_()
 
 
 def resumed_everywhere(make: Callable[[], Any], *, take: Callable[[Any], Any], every: int = 1) -> None:
@@ -243,6 +263,41 @@ def test_set_epoch_keeps_the_position_of_that_epoch_alone(folder: Path) -> None:
         assert numbers(loader) == expected
 
 
+@pytest.mark.parametrize("how", ["dataset", "wrapper"])
+def test_an_iteration_that_has_begun_keeps_its_epoch_and_tells_it(folder: Path, how: str) -> None:
+    data = opened(folder)
+    loader = bridge.DataLoader(data if how == "dataset" else Wrapped(data, "same"))
+    whole = list(loader)
+    loader.set_epoch(0)
+    one, other = iter(loader), iter(loader)
+    loader.set_epoch(5)
+
+    assert str(next(one)) == str(next(other)) == str(whole[0])
+    state = loader.state_dict()
+    assert (state["epoch"], state["consumed"]) == (0, 8)
+    assert list(map(str, one)) == list(map(str, whole[1:]))
+
+
+def test_workers_that_live_on_forget_a_loop_that_was_left(folder: Path) -> None:
+    loader = bridge.DataLoader(opened(folder), num_workers=2, persistent_workers=True)
+    alone = opened(folder)
+    for steps in (1, 4, 2):
+        for _ in zip(range(steps), loader, strict=False):
+            pass
+        loader.set_epoch(0)
+
+    assert [numbers(loader), numbers(loader)] == [numbers(alone), numbers(alone)]
+
+
+@pytest.mark.parametrize("made", ["{}", "bridge.DataLoader({})"])
+def test_a_process_that_ends_amid_an_iteration_ends_in_silence(folder: Path, made: str) -> None:
+    data = f"bridge.ParquetDataset({str(folder)!r}, batch_size=2)"
+    code = f"import bridge\nbatches = iter({made.format(data)})\nnext(batches)\nraise SystemExit(3)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert (ended.returncode, ended.stderr) == (3, "")
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchs_own_loader_takes_it(folder: Path, workers: int) -> None:
     expected = [numbers(data) for data in [opened(folder)] for _ in range(3)]
@@ -324,6 +379,9 @@ def test_what_is_said_twice_or_wrongly_is_refused(folder: Path) -> None:
         opened(folder, seed=1.5)
     with pytest.raises(ValueError, match="path_or_paths is an empty list"):
         bridge.ParquetDataset([])
+    for columns in ("n", [], ["n", "n"]):
+        with pytest.raises(ValueError, match=r"columns is .*; give a list of column names, each once"):
+            opened(folder, columns=columns)
     with pytest.raises(SourceNotFoundError, match="no column 'm' in ParquetDataset"):
         next(iter(opened(folder, columns=["m"])))
 
