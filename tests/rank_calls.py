@@ -257,3 +257,13 @@ def coverage(folder: str) -> None:
     tell("beside another backend", lambda: report(opened(drop_last=True)))
     tell("groups", lambda: len(dist.distributed_c10d._world.pg_map))
     dist.destroy_process_group()
+
+
+def resolving() -> None:
+    """Ask for the rank where the environment tells of another."""
+    dist.init_process_group("gloo")
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = "7", "8"
+    tell("group", distributed.resolve_rank)
+    tell("given", lambda: distributed.resolve_rank(4, 5))
+    dist.destroy_process_group()
+    tell("environment", distributed.resolve_rank)

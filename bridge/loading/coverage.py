@@ -201,7 +201,7 @@ class _Check:
         held.sort()
         seen.sort()
         missing, more = _difference(held, seen), _difference(seen, held)
-        is_known = np.isin(more, held)
+        is_known = np.searchsorted(held, more) < np.searchsorted(held, more, "right")
         double = more[is_known]
         counts = [len(missing), len(double), len(more) - len(double)]
         num_missing, num_double, num_unknown = np.sum(ranks.gathered(counts), axis=0).tolist()

@@ -142,7 +142,7 @@ class ParquetRowGroups:
         group, names = shard.row_groups[index], self.rules.source.names
         with self._open(path, shard) as file, self._memory.holding(group) as (memory, source):
             footer = self._footers.get(shard.name) or self._read_footer(file, path, shard)
-            ranges = [(group.start, group.stop)] if group.digest else _ranges(footer.row_group(index), set(names))
+            ranges = [(group.start, group.stop)] if group.digest else _ranges(footer, index, names)
             for start, stop in ranges:
                 part = memory[start - group.start : stop - group.start]
                 read_range(file, path, start, part, group.digest)
@@ -150,11 +150,18 @@ class ParquetRowGroups:
             try:
                 parquet = pq.ParquetFile(source, metadata=footer, coerce_int96_timestamp_unit="us")
                 # a name with a dot is also that of a part of a struct
-                return parquet.read_row_group(index, columns=names, use_threads=True).select(names)
+                rows = parquet.read_row_group(index, columns=names, use_threads=True).select(names)
             except (pa.ArrowException, OSError) as exc:
                 raise CorruptFileError(
                     f"{path}: row group {index} cannot be decoded: {exc}.\n  Restore the file, or write it again."
                 ) from exc
+        counts = {len(column) for column in rows.columns} - {group.num_rows}
+        if counts:  # Arrow does not compare them
+            raise CorruptFileError(
+                f"{path}: row group {index} holds {min(counts)} rows, not {group.num_rows} as its footer says.\n"
+                "  Restore the file, or write it again."
+            )
+        return rows
 
     def _read_footer(self, file: int, path: Path, shard: Shard) -> pq.FileMetaData:
         memory = pa.allocate_buffer(shard.num_bytes - shard.footer_start, memory_pool=pa.system_memory_pool())
@@ -241,12 +248,16 @@ def _like(place: int, num_bytes: int) -> _Memory:
     return memory
 
 
-def _ranges(group: Any, names: set[str]) -> list[tuple[int, int]]:
+def _ranges(footer: Any, index: int, names: Sequence[str]) -> list[tuple[int, int]]:
     """Return the bytes of some columns of a row group; those that touch are one range."""
     ranges: list[tuple[int, int]] = []
-    chunks = [group.column(index) for index in range(group.num_columns)]
+    group = footer.row_group(index)
+    # Arrow goes by the schema, and so does this: what is decoded is what was read, whatever a chunk says of itself
+    paths = [f"{footer.schema.column(number).path}." for number in range(group.num_columns)]
     # a column's path begins with its name, which may itself hold dots
-    wanted = [chunk for chunk in chunks if any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in names)]
+    wanted = [
+        group.column(number) for number, path in enumerate(paths) if any(path.startswith(f"{name}.") for name in names)
+    ]
     for start, stop in sorted(map(chunk_range, wanted)):
         if ranges and start <= ranges[-1][1]:
             ranges[-1] = (ranges[-1][0], max(stop, ranges[-1][1]))

@@ -11,6 +11,8 @@ import pyarrow as pa
 import pytest
 
 import bridge
+from bridge.distributed import resolve_rank
+from bridge.errors import ConfigError
 from bridge.spark.engines.process import free_port
 from bridge.tables import ranks
 from tests.ranks import Ended, digest, run_ranks, tables
@@ -191,3 +193,63 @@ def test_arguments_of_two_processes_are_alike(one: Any, other: Any) -> None:
 )
 def test_arguments_of_two_processes_differ(one: Any, other: Any) -> None:
     assert ranks._text(one) != ranks._text(other)
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, rank: str | None, world_size: str | None) -> None:
+    for name, value in (("RANK", rank), ("WORLD_SIZE", world_size)):
+        if value is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "expected"),
+    [(None, None, (0, 1)), ("", "", (0, 1)), (None, "1", (0, 1)), ("0", "1", (0, 1)), ("2", "3", (2, 3))],
+)
+def test_without_a_group_the_environment_tells_the_rank(
+    monkeypatch: pytest.MonkeyPatch, rank: str | None, world_size: str | None, expected: tuple[int, int]
+) -> None:
+    set_environment(monkeypatch, rank, world_size)
+    assert resolve_rank() == expected
+    assert resolve_rank(1, 2) == (1, 2), "what is given counts more"
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "message"),
+    [
+        (None, "2", r"WORLD_SIZE is given without RANK\.\n  Give both, or neither: torchrun sets them\."),
+        ("0", None, "RANK is given without WORLD_SIZE"),
+        ("2", "2", "RANK is 2 and WORLD_SIZE 2; ranks count from 0 to world_size - 1"),
+        ("-1", "2", "RANK is -1 and WORLD_SIZE 2"),
+        ("0", "0", "RANK is 0 and WORLD_SIZE 0"),
+        ("one", "2", "RANK is 'one' and WORLD_SIZE '2'; they must be whole numbers"),
+    ],
+)
+def test_an_environment_that_tells_no_rank_is_refused(
+    monkeypatch: pytest.MonkeyPatch, rank: str | None, world_size: str | None, message: str
+) -> None:
+    set_environment(monkeypatch, rank, world_size)
+    with pytest.raises(ConfigError, match=message):
+        resolve_rank()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "message"),
+    [
+        (-1, 2, "rank= is -1 and world_size= 2"),
+        (2, 2, "rank= is 2 and world_size= 2"),
+        (0, None, "rank= is given without world_size="),
+        (None, 2, "world_size= is given without rank="),
+    ],
+)
+def test_arguments_that_are_no_rank_are_refused(rank: int | None, world_size: int | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_rank(rank, world_size)
+
+
+def test_a_group_counts_more_than_the_environment() -> None:
+    ended = run_ranks("resolving", 2)
+    assert values(ended, "group") == [[0, 2], [1, 2]]
+    assert values(ended, "given") == [[4, 5]] * 2
+    assert values(ended, "environment") == [[7, 8]] * 2

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -134,6 +135,46 @@ def test_a_file_may_be_larger_than_memory(tmp_path: Path) -> None:
         assert source.read(1000) == bytes(range(250)) * 4
 
 
+def test_what_pandas_and_polars_leave_in_files(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": [1, 2], "c": pd.Categorical(["u", "v"])}, index=pd.Index([5, 9], name="k"))
+    frame.to_parquet(tmp_path / "a.parquet")
+    batch = rows(tmp_path)
+    assert (batch["a"].tolist(), batch["c"], batch["k"].tolist()) == ([1, 2], ["u", "v"], [5, 9])
+
+    pq.write_table(pa.table({"t": pa.array(["x"]).cast(pa.string_view())}), tmp_path / "a.parquet")
+    assert rows(tmp_path) == {"t": ["x"]}
+
+
+def test_the_order_of_columns_is_that_of_the_first_file(tmp_path: Path) -> None:
+    pq.write_table(TABLE[:100], tmp_path / "a.parquet")
+    pq.write_table(TABLE[100:].select(["word", "v", "n", "x"]), tmp_path / "b.parquet")
+    assert_is_table(rows(tmp_path))
+
+
+def test_a_file_without_columns_has_no_rows(tmp_path: Path) -> None:
+    pq.write_table(TABLE.select([]), tmp_path / "a.parquet")
+    assert rows(tmp_path) == {}
+
+
+def test_a_dictionary_of_all_files_skips_empty_row_groups(tmp_path: Path) -> None:
+    with pq.ParquetWriter(tmp_path / "a.parquet", pa.schema([("w", pa.string())])) as writer:
+        for words in ([], ["b", "a"], [], ["c"]):
+            writer.write_table(pa.table({"w": pa.array(words, pa.string())}))
+    assert rows(tmp_path, policies={"w": bridge.dictionary()})["w"].tolist() == [1, 0, 2]
+
+
+def test_a_relative_path_stays_what_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    pq.write_table(TABLE[:100], tmp_path / "data" / "a.parquet")
+    pq.write_table(TABLE[100:], tmp_path / "data" / "deep" / "b.parquet")
+    monkeypatch.chdir(tmp_path)
+    found = bridge.ParquetDataset("data", batch_size=1000)
+    assert_is_table(rows(["data/a.parquet", Path("data", "deep", "b.parquet")]))
+    assert len(found) == 1
+    monkeypatch.chdir("/")
+    assert_is_table(next(iter(found)))
+
+
 def test_names_with_dots(tmp_path: Path) -> None:
     table = pa.table({"a": [{"b": 1}, {"b": 2}], "a.b": [3, 4]})
     pq.write_table(table, tmp_path / "a.parquet")
@@ -189,6 +230,40 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
             rows(path)
     path.write_bytes(whole[:4] + bytes(3000) + whole[3004:])
     with pytest.raises(CorruptFileError, match=r"a\.parquet: row group 0 cannot be decoded"):
+        rows(path)
+
+
+def with_footer(path: Path, old: bytes, new: bytes, *, number: int | None = None) -> None:
+    """Replace bytes of a footer by as many: in all places, or in one, counted from 0."""
+    content = path.read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    parts = content[start:].split(old)
+    assert len(parts) > 1
+    footer = b"".join(
+        part + (b"" if part is parts[-1] else new if number in (None, at) else old) for at, part in enumerate(parts)
+    )
+    path.write_bytes(content[:start] + footer)
+
+
+@pytest.mark.parametrize("name", [b"others", b"other\xee"])
+def test_what_a_damaged_footer_calls_a_column_does_not_matter(tmp_path: Path, name: bytes) -> None:
+    path = tmp_path / "a.parquet"
+    table = pa.table({"number": range(100)})
+    pq.write_table(
+        table, path, row_group_size=50, store_schema=False, compression="none", use_dictionary=False,
+        write_statistics=False,
+    )  # fmt: skip
+    with_footer(path, b"number", name, number=2)  # in the second row group; first comes the schema
+
+    assert rows(path)["number"].tolist() == list(range(100)), "not the first row group once more"
+
+
+def test_a_footer_that_tells_of_more_rows_than_there_are_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"n": range(100)}), path, use_dictionary=False, write_statistics=False, store_schema=False)
+    with_footer(path, b"\xc8\x01", b"\xd2\x01")  # 100 and 105, as Thrift has them
+
+    with pytest.raises(CorruptFileError, match=r"a\.parquet: row group 0 holds 100 rows, not 105 as its footer says"):
         rows(path)
 
 

@@ -39,9 +39,11 @@ def rows_in_order(order: Order) -> list[Row]:
 
 
 def rows_of_share(order: Order, share: Share) -> list[Row]:
-    """Return the rows of a share, as its windows give them."""
+    """Return the rows of a share, as its windows give them; they come when a row of theirs is needed, in that order."""
     streams: dict[int, list[Row]] = {}
     for taken in order.taken(share):
+        firsts = [len(streams.get(stream, [])) * share.num_streams + stream for stream in range(share.num_streams)]
+        assert taken.stream == firsts.index(min(firsts))
         read = [(piece.group, row) for piece in taken.window.pieces for row in range(piece.start, piece.stop)]
         permutation = taken.window.permutation()
         rows = read if permutation is None else [read[index] for index in permutation]
@@ -187,6 +189,7 @@ def test_row_groups_of_one_row_are_found_without_windows(
 
     assert order.rows_of_ones(0, count, 1).tolist() == expected
     assert order.rows_of_ones(min(2, count), count, step).tolist() == expected[2::step]
+    assert order.rows_at(np.arange(count)[::-1]).tolist() == expected[::-1]
 
 
 @given(st.tuples(seeds, epochs), st.tuples(seeds, epochs))
@@ -203,8 +206,21 @@ def test_the_order_depends_on_its_arguments_alone() -> None:
     order = Order([7, 5, 9], seed=3, shuffle=True, shuffle_window=8)
     before = rows_in_order(order)
     np.random.seed(1)
+    state = str(np.random.get_state())
 
     assert rows_in_order(Order([7, 5, 9], seed=3, shuffle=True, shuffle_window=8)) == before
+    assert str(np.random.get_state()) == state, "and leaves NumPy's own state alone"
+
+
+@given(counts, worlds, windows, st.data())
+def test_windows_from_a_row_on_are_the_last_of_all(
+    row_counts: list[int], streams: int, window: int, data: st.DataObject
+) -> None:
+    order = Order(row_counts, canonical_world_size=streams, shuffle=True, shuffle_window=window)
+    stream = data.draw(st.integers(0, streams - 1))
+    row = data.draw(st.integers(0, order.num_rows))
+
+    assert list(order.windows(stream, row)) == [one for one in order.windows(stream) if one.first + one.num_rows > row]
 
 
 def test_a_window_far_behind_is_found_among_a_million_row_groups() -> None:

@@ -82,13 +82,17 @@ def test_each_row_comes_once_in_equal_steps(
 
 
 @pytest.mark.parametrize("workers", [1, 4])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_workers_do_not_change_what_comes(folder: Path, world_size: int, workers: int) -> None:
-    for rank in range(world_size):
-        alone = bridge.DataLoader(opened(folder, rank=rank, world_size=world_size))
-        shared = bridge.DataLoader(
-            opened(folder, rank=rank, world_size=world_size), num_workers=workers, persistent_workers=True
-        )
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [(1, {}), (3, {}), (2, {"drop_last": True}), (3, {"shuffle": False, "canonical_world_size": 2}), (400, {})],
+)
+def test_workers_do_not_change_what_comes(
+    folder: Path, world_size: int, arguments: dict[str, Any], workers: int
+) -> None:
+    for rank in {0, world_size // 2, world_size - 1}:
+        parts = {"rank": rank, "world_size": world_size, **arguments}
+        alone = bridge.DataLoader(opened(folder, **parts))
+        shared = bridge.DataLoader(opened(folder, **parts), num_workers=workers, persistent_workers=True)
         assert [numbers(alone), numbers(alone)] == [numbers(shared), numbers(shared)]
 
 
@@ -312,6 +316,18 @@ def test_torchs_own_loader_takes_it(folder: Path, workers: int) -> None:
             data.state_dict()
 
 
+def test_torchs_own_loader_takes_it_into_processes_that_it_spawns(folder: Path) -> None:
+    expected = [numbers(data) for data in [opened(folder, rank=1, world_size=3)] for _ in range(3)]
+    data = opened(folder, rank=1, world_size=3)
+    plain: Any = torch.utils.data.DataLoader(
+        data, batch_size=None, num_workers=2, persistent_workers=True, multiprocessing_context="spawn"
+    )
+
+    assert [numbers(plain), numbers(plain)] == expected[:2]
+    data.set_epoch(2)
+    assert numbers(plain) == expected[2]
+
+
 def test_a_resumed_epoch_is_not_resumed_again_by_new_workers(folder: Path) -> None:
     data = opened(folder)
     whole = numbers(data)
@@ -360,6 +376,25 @@ def test_bytes_that_differ_are_found_when_they_are_read(folder: Path) -> None:
 
     with pytest.raises(CorruptFileError, match=r"part-00000\.parquet is damaged"):
         numbers(bridge.DataLoader(opened(folder)))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_after_an_error_the_state_tells_what_was_handed_over(folder: Path, workers: int) -> None:
+    expected = numbers(opened(folder))
+    shard = folder / "part-00002.parquet"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:200] + bytes([content[200] ^ 1]) + content[201:])
+    loader = bridge.DataLoader(opened(folder), num_workers=workers)
+    seen: list[list[int]] = []
+    with pytest.raises(CorruptFileError, match=r"part-00002\.parquet is damaged"):
+        seen.extend(batch["n"].tolist() for batch in loader)
+    assert 0 < len(seen) < len(expected)
+    shard.write_bytes(content)
+
+    again = bridge.DataLoader(opened(folder))
+    again.load_state_dict(loader.state_dict())
+    assert seen + numbers(again) == expected
+    assert numbers(loader) == expected, "a loop that failed begins its epoch anew"
 
 
 def test_what_is_said_twice_or_wrongly_is_refused(folder: Path) -> None:
