@@ -69,7 +69,7 @@ def resolve_rank(given_rank: int | None = None, given_world_size: int | None = N
     """
     if given_rank is not None or given_world_size is not None:
         return _checked_rank(given_rank, given_world_size, "rank=", "world_size=")
-    if world_size() > 1:
+    if _group() is not None:
         return rank(), world_size()
     found = [os.environ.get(name) or None for name in ("RANK", "WORLD_SIZE")]
     if found in ([None, None], [None, "1"]):
@@ -91,9 +91,15 @@ def _checked_rank(number: int | None, size: int | None, *names: str) -> tuple[in
 
 
 def _asked(name: str, alone: int) -> int:
-    # whoever made a process group has imported it
+    dist = _group()
+    return alone if dist is None else int(getattr(dist, name)())
+
+
+def _group() -> Any:
+    """Return torch.distributed where there is a default process group."""
+    # whoever made one has imported it
     dist: Any = sys.modules.get("torch.distributed")
-    return int(getattr(dist, name)()) if dist and dist.is_available() and dist.is_initialized() else alone
+    return dist if dist and dist.is_available() and dist.is_initialized() else None
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ class Place:
     """A position in an epoch: `consumed` positions are done.
 
     Where a wrapper does not make one item of one, `items` tells for each worker how many items of the dataset under it
-    are done since `consumed`, and how many were made of the next ones; `next_worker` is the one whose turn it is.
+    are done since `consumed`, and how many were made of the next ones; `next_worker` is the one whose turn it is, and
+    `of_rank` tells the rank and the world_size, for which alone this holds.
     """
 
     epoch: int
@@ -57,6 +58,7 @@ class Place:
     canonical_world_size: int | None = None
     items: tuple[tuple[int, int], ...] = ()
     next_worker: int = 0
+    of_rank: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,11 @@ class OrderedDataset(IterableDataset[Any]):
                 f"{self.canonical_world_size}.\n  Leave it out, and the epoch goes on as it began."
             )
         # JSON makes lists of tuples
-        place = replace(place, items=tuple((int(item), int(made)) for item, made in place.items))
+        place = replace(
+            place,
+            items=tuple((int(item), int(made)) for item, made in place.items),
+            of_rank=None if place.of_rank is None else (place.of_rank[0], place.of_rank[1]),
+        )
         self._digest = state["digest"]
         self._set(place)
         self._pending = place
@@ -254,7 +260,8 @@ class OrderedDataset(IterableDataset[Any]):
 
     def moved_apart(self, run: Pass, items: Sequence[tuple[int, int]], next_worker: int) -> None:
         """Note how far each worker is, where a wrapper does not make one item of one."""
-        self._place = replace(run.place, items=tuple(items), next_worker=next_worker)
+        of_rank = (run.rank, run.world_size)
+        self._place = replace(run.place, items=tuple(items), next_worker=next_worker, of_rank=of_rank)
 
     def finish(self, run: Pass) -> None:
         """Go on to the next epoch."""
@@ -285,6 +292,11 @@ class OrderedDataset(IterableDataset[Any]):
             raise ValueError(
                 f"the state was taken with {len(place.items)} process(es) of a wrapper that does not make one item of "
                 f"one; here are {num_workers}.\n  Resume with num_workers={len(place.items)}, or begin an epoch."
+            )
+        if place.of_rank not in (None, (rank, world)):
+            raise ValueError(
+                f"the state is of rank {place.of_rank[0]} of {place.of_rank[1]}, under a wrapper that does not make "
+                f"one item of one; this is rank {rank} of {world}.\n  Give each rank its own state, on as many ranks."
             )
         streams = place.canonical_world_size or self.canonical_world_size or world
         place = replace(place, canonical_world_size=streams)

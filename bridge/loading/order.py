@@ -149,10 +149,6 @@ class Order:
         for _, one in heapq.merge(*map(of_stream, numbers), key=lambda pair: pair[0]):
             yield one
 
-    def rows_of_ones(self, start: int, stop: int, step: int) -> Indices:
-        """Return the row groups at positions start, start + step, ... of an order in which each holds one row."""
-        return self.rows_at(np.arange(start, stop, step, dtype=np.int64))
-
     def rows_at(self, positions: Indices) -> Indices:
         """Return the row groups at some positions of an order in which each holds one row."""
         row, stream = np.divmod(positions, self.canonical_world_size)

@@ -187,8 +187,8 @@ def test_row_groups_of_one_row_are_found_without_windows(
     order = Order([1] * count, seed=seed, canonical_world_size=streams, shuffle=shuffle, shuffle_window=1)
     expected = [group for group, _ in rows_in_order(order)]
 
-    assert order.rows_of_ones(0, count, 1).tolist() == expected
-    assert order.rows_of_ones(min(2, count), count, step).tolist() == expected[2::step]
+    assert order.rows_at(np.arange(0, count, 1)).tolist() == expected
+    assert order.rows_at(np.arange(min(2, count), count, step)).tolist() == expected[2::step]
     assert order.rows_at(np.arange(count)[::-1]).tolist() == expected[::-1]
 
 

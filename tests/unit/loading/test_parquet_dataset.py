@@ -480,6 +480,17 @@ def test_a_wrappers_position_needs_as_many_workers(folder: Path) -> None:
         iter(alone)
 
 
+def test_a_wrappers_position_is_that_of_its_rank(folder: Path) -> None:
+    loader = bridge.DataLoader(Wrapped(opened(folder, rank=1, world_size=2), "some"))
+    for _ in loader:
+        break
+    for rank, world_size in ((0, 2), (1, 3)):
+        other = bridge.DataLoader(Wrapped(opened(folder, rank=rank, world_size=world_size), "some"))
+        other.load_state_dict(loader.state_dict())
+        with pytest.raises(ValueError, match=rf"of rank 1 of 2, .* this is rank {rank} of {world_size}\.\n  Give each"):
+            iter(other)
+
+
 def test_stats_tell_where_the_time_went(folder: Path) -> None:
     loader = bridge.DataLoader(opened(folder))
     assert loader.stats.advice == "Nothing was iterated over yet."
