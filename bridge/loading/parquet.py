@@ -18,8 +18,9 @@ from bridge.display import did_you_mean, parse_bytes
 from bridge.errors import SourceNotFoundError
 from bridge.loading.cached import local_files, open_cache
 from bridge.loading.dataset import Listing, OrderedDataset, Pass
-from bridge.loading.decode import Batches, Columns, Form, join, last_row
+from bridge.loading.decode import Batches
 from bridge.loading.foreign import find_files, open_files
+from bridge.loading.form import Columns, Form, join, last_row
 from bridge.loading.order import Order, num_steps, num_valid, padding
 from bridge.loading.row_groups import ExportedRowGroups, RowGroups
 from bridge.loading.stats import Traffic

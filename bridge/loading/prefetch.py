@@ -1,21 +1,34 @@
-"""Work done ahead, in one thread, as far as a number of bytes allows."""
+"""Work done ahead: in one thread as far as a number of bytes allows, or in several for a number of items."""
 
 from __future__ import annotations
 
 import atexit
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Executor, Future
 from typing import Generic, TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
-def made_ahead(items: Iterator[T], size_of: Callable[[T], int], max_bytes: int) -> Generator[T]:
+def mapped_ahead(threads: Executor, call: Callable[[S], T], items: Iterable[S], depth: int) -> Iterator[T]:
+    """Yield what `call` makes of the items, in their order, of which `depth` at most are begun and not yet yielded."""
+    begun: deque[Future[T]] = deque()
+    for item in items:
+        begun.append(threads.submit(call, item))
+        if len(begun) == depth:
+            yield begun.popleft().result()
+    while begun:
+        yield begun.popleft().result()
+
+
+def made_ahead(items: Generator[T], size_of: Callable[[T], int], max_bytes: int) -> Generator[T]:
     """Yield the items while a thread makes the next ones.
 
     One is begun while those that wait hold no more than `max_bytes` with it, as large as the last was, or where none
-    waits. What making one raises is raised here, in its place.
+    waits. What making one raises is raised here, in its place. The thread closes `items`.
     """
     ahead = _Ahead(items, size_of, max_bytes)
     unregister = atexit.unregister  # a generator that is closed last of all finds no modules
@@ -30,7 +43,7 @@ def made_ahead(items: Iterator[T], size_of: Callable[[T], int], max_bytes: int) 
 
 
 class _Ahead(Generic[T]):
-    def __init__(self, items: Iterator[T], size_of: Callable[[T], int], max_bytes: int) -> None:
+    def __init__(self, items: Generator[T], size_of: Callable[[T], int], max_bytes: int) -> None:
         self.thread = threading.Thread(target=self._work, name="bridge-decode", daemon=True)
         self._items = items
         self._size_of = size_of
@@ -79,6 +92,8 @@ class _Ahead(Generic[T]):
                 del item
         except BaseException as exc:  # noqa: BLE001 - carried to the consumer, who raises it
             self._error = exc
+        finally:
+            self._items.close()
         with self._changed:
             self._is_over = True
             self._changed.notify()

@@ -6,6 +6,7 @@ import copy
 import mmap
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -79,7 +80,6 @@ class ParquetRowGroups:
         footers: dict[str, pq.FileMetaData] | None = None, times: dict[str, int] | None = None,
     ) -> None:  # fmt: skip
         self.digest = digest
-        self.bytes_read = 0
         self._folder = folder
         self.rules = rules
         self._columns: list[str] | None = None  # of what the rules make; None: all
@@ -101,6 +101,11 @@ class ParquetRowGroups:
     def row_counts(self) -> list[int]:
         """The rows of each row group."""
         return [shard.row_groups[index].num_rows for shard, index in self._places]
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of files that this process has read."""
+        return self._memory.num_bytes_read
 
     @property
     def places(self) -> list[tuple[str, int]]:
@@ -146,7 +151,7 @@ class ParquetRowGroups:
             for start, stop in ranges:
                 part = memory[start - group.start : stop - group.start]
                 read_range(file, path, start, part, group.digest)
-                self.bytes_read += stop - start
+                self._memory.count(stop - start)
             try:
                 parquet = pq.ParquetFile(source, metadata=footer, coerce_int96_timestamp_unit="us")
                 # a name with a dot is also that of a part of a struct
@@ -203,7 +208,7 @@ class ExportedRowGroups(ParquetRowGroups):
 
 
 class _Memory:
-    """Memory that holds one row group at a time, at the place that it has in its file.
+    """Memory that holds a row group for each thread that reads, at the place that it has in its file.
 
     Arrow asks for bytes by their place in the file. So a region as large as a file is handed to it, of which only the
     pages are ever touched that a row group is read to, always the same: fresh ones cost more than the reading. The
@@ -215,12 +220,27 @@ class _Memory:
         self._place = max((group.start for group in groups), default=0)
         # some readers look a little beyond the last page
         self._num_bytes = self._place + max((group.stop - group.start for group in groups), default=0) + 128
+        # used by several threads, and without a lock, which a fork might copy while it is held
         self._free: list[pa.Buffer] = []
+        self._counts: dict[int, int] = {}
+
+    @property
+    def num_bytes_read(self) -> int:
+        """What all threads have read."""
+        return sum(list(self._counts.values()))
+
+    def count(self, num_bytes: int) -> None:
+        """Note that this thread has read so many bytes."""
+        thread = threading.get_ident()
+        self._counts[thread] = self._counts.get(thread, 0) + num_bytes
 
     @contextmanager
     def holding(self, group: RowGroup) -> Iterator[tuple[memoryview, pa.BufferReader]]:
         """Lend memory for the bytes of a row group, and the file that Arrow sees it in."""
-        region = self._free.pop() if self._free else _region(self._num_bytes)
+        try:
+            region = self._free.pop()
+        except IndexError:
+            region = _region(self._num_bytes)
         try:
             start = self._place - group.start
             yield (

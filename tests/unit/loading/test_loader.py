@@ -208,7 +208,7 @@ def test_no_more_is_read_ahead_than_the_bytes_allow() -> None:
     next(batches)
     time.sleep(0.3)
 
-    assert 5 <= len(rows.reads) <= 7
+    assert 5 <= len(rows.reads) <= 8  # five wait, one is in use, two are read
     batches.close()  # type: ignore[attr-defined]
 
 
