@@ -19,6 +19,7 @@ QUESTIONS = {
     "exporting": "20M rows to shards, beside write.parquet or Sail's toArrow; peak memory; reuse of 1,000 shards",
     "files": "3,000 files from a slow volume: epochs beside copy_tree and the mount; 100,000 small files (no engine)",
     "handoff": "the same table to tensors and lists, beside toArrow alone, and toPandas taken on by hand; peak memory",
+    "loading": "2M rows of Parquet to batches, beside decoding alone and other readers; memory; resuming (no engine)",
     "startup": "import bridge; a fresh process to its first batch of tensors (always the embedded engine)",
 }
 _ENGINES = ("sail", "apache")

@@ -14,21 +14,28 @@ from bridge.volumes.crew import threads_wanted
 T = TypeVar("T")
 
 _TICK_S = 0.02
+_MOST_AT_ONCE = 32
+_MOST_AT_FIRST = 16  # to begin one takes as long as to ask a near volume
 
 
 class FetchedAhead(Generic[T]):
-    """What `fetch` returns for each item, in order; at most `num_ahead` beyond the one that was asked for last.
+    """What `fetch` returns for each item, in order; about `num_ahead` beyond the one that was asked for last.
 
     Use it as a context: at its end all threads have ended.
+
+    Args:
+        num_threads: The most there will be.
+        at_first: How many there are at once, before it is known what they wait for.
     """
 
     def __init__(
-        self, items: Sequence[Any], fetch: Callable[[Any], T], *, num_threads: int, num_ahead: int
+        self, items: Sequence[Any], fetch: Callable[[Any], T], *, num_threads: int, num_ahead: int, at_first: int = 1
     ) -> None:  # fmt: skip
         self._pid = os.getpid()
         self._items = items
         self._fetch = fetch
         self._most = num_threads
+        self._at_first = min(at_first, num_threads, _MOST_AT_FIRST)
         self._num_ahead = num_ahead
         lock = threading.Lock()
         self._may_begin = threading.Condition(lock)
@@ -44,12 +51,17 @@ class FetchedAhead(Generic[T]):
     def __enter__(self) -> Self:
         atexit.register(self.stop)
         with self._may_begin:
-            self._start(1)
+            self._start(self._at_first)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
         atexit.unregister(self.stop)
+
+    @property
+    def num_threads(self) -> int:
+        """How many threads there are, or were."""
+        return len(self._threads)
 
     def stop(self) -> None:
         """End the threads, when each has fetched what it is at."""
@@ -63,13 +75,16 @@ class FetchedAhead(Generic[T]):
 
     def results(self) -> Iterator[T | BaseException]:
         """Yield what came of each item, or its error."""
-        for index in range(len(self._items)):
+        while self._asked < len(self._items):
+            ready: list[T | BaseException] = []
             with self._is_ready:
-                self._asked = index
                 self._may_begin.notify()
-                self._is_ready.wait_for(lambda at=index: at in self._done)  # type: ignore[misc]
-                result = self._done.pop(index)
-            yield result
+                self._is_ready.wait_for(lambda: self._asked in self._done)
+                # also those behind it: a lock for each would cost more than the loop that they are for
+                while len(ready) < _MOST_AT_ONCE and self._asked in self._done:
+                    ready.append(self._done.pop(self._asked))
+                    self._asked += 1
+            yield from ready
 
     def _work(self) -> None:
         while (index := self._next()) is not None:

@@ -10,6 +10,7 @@ import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -100,16 +101,17 @@ class OrderedDataset(IterableDataset[Any]):
     ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(batch_size=batch_size, shuffle_window=shuffle_window, canonical_world_size=canonical_world_size)
-        if isinstance(seed, bool) or not isinstance(seed, int):
+        if isinstance(seed, bool) or not isinstance(seed, Integral):
             raise ValueError(f"seed is {seed!r}; give a whole number.")
         if rank is not None or world_size is not None:
             resolve_rank(rank, world_size)
-        self.batch_size = batch_size
+        # NumPy's numbers too; a state is of JSON's
+        self.batch_size = None if batch_size is None else int(batch_size)
         self.shuffle = shuffle
-        self.shuffle_window = shuffle_window
-        self.seed = seed
+        self.shuffle_window = int(shuffle_window)
+        self.seed = int(seed)
         self.drop_last = drop_last
-        self.canonical_world_size = canonical_world_size
+        self.canonical_world_size = None if canonical_world_size is None else int(canonical_world_size)
         self.pulled = 0
         self._rank = rank
         self._world_size = world_size
@@ -373,5 +375,5 @@ def check_sizes(**sizes: int | None) -> None:
         ValueError: One is not; None is taken as not given.
     """
     for name, value in sizes.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
             raise ValueError(f"{name} is {value!r}; give a whole number, 1 or more.")

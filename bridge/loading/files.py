@@ -113,6 +113,7 @@ class UCVolumeDataset(OrderedDataset):
         self._cache_dir = cache_dir
         self._num_threads = num_threads or 64
         self._prefetch_files = prefetch_files
+        self._last_threads = 1  # of the epoch before
         self._on_error = on_error
         self._expected_files = expected_files
         self._timeout_s = timeout_s
@@ -223,7 +224,9 @@ class UCVolumeDataset(OrderedDataset):
             return held.find(storage, names[index])
 
         chosen: list[int] = order.rows_at(positions).tolist()
-        with FetchedAhead(chosen, find, num_threads=self._num_threads, num_ahead=self._prefetch_files) as ahead:
+        with FetchedAhead(
+            chosen, find, num_threads=self._num_threads, num_ahead=self._prefetch_files, at_first=self._last_threads
+        ) as ahead:
             for index, position, result in zip(chosen, positions.tolist(), ahead.results(), strict=True):
                 if isinstance(result, BaseException):
                     if (
@@ -235,6 +238,7 @@ class UCVolumeDataset(OrderedDataset):
                     self._note_skipped(names[index], result)
                     result = self._stand_in(order, position, run, find)
                 yield self._note(result)
+            self._last_threads = ahead.num_threads
 
     def _positions(self, run: Pass) -> tuple[Order, Indices]:
         """Return the order of a pass, and the positions in it that this worker takes, in turn."""

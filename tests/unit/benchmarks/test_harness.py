@@ -163,7 +163,7 @@ def test_without_a_question_they_are_listed(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["colect"], "no question 'colect'; there are collect, copying, digest, exporting, files, handoff, startup"),
+        (["colect"], f"no question 'colect'; there are {', '.join(command_line.QUESTIONS)}"),
         (["collect", "--rounds", "0"], "--rounds is 0; give 1 or more"),
         (["collect", "--json", "/no/such/folder/x.json"], "there is no folder /no/such/folder"),
     ],

@@ -465,3 +465,35 @@ def test_images_are_decoded(is_stream: bool) -> None:
 
     for batch in bridge.DataLoader(source, batch_size=2, collate_fn=collate):
         assert [int(image[0, 0, 0]) for image in batch["image"]] == batch["n"].tolist()
+
+
+def test_the_format_torch_gives_what_it_gives_row_by_row() -> None:
+    count = 40
+    columns = {
+        **{
+            str(kind): np.arange(count).astype(kind) for kind in ("int8", "int32", "int64", "uint8", "uint16", "uint32")
+        },
+        **{str(kind): np.arange(count).astype(kind) for kind in ("float16", "float32", "float64", "bool")},
+        "text": [f"row {index}" for index in range(count)],
+        "vector": [[index, index + 0.5] for index in range(count)],
+        "fixed": pa.FixedSizeListArray.from_arrays(pa.array(np.arange(2 * count, dtype=np.int32)), 2),
+        "ragged": [[index] * (1 + index % 2) for index in range(count)],
+        "none": [index if index % 7 else None for index in range(count)],
+        "large": np.arange(count).astype("uint64"),
+    }
+    dataset = datasets.Dataset(pa.table(columns)).with_format("torch")
+    for names in (list(columns)[:-3], [*list(columns)[:-3], "ragged"], ["int8", "none"], ["large"]):
+        chosen = dataset.select_columns(names)
+        for shown in (chosen, chosen.select(range(3, 30)), dataset.with_format("torch", columns=names)):
+            expected = shown[[5, 1, 2]]
+            found = next(iter(bridge.DataLoader(shown, batch_sampler=[[5, 1, 2]])))
+            assert list(found) == list(expected)
+            for name, value in expected.items():
+                assert type(found[name]) is type(value), name
+                if isinstance(value, torch.Tensor):
+                    assert found[name].dtype == value.dtype, name
+                    assert torch.equal(found[name], value), name
+                else:
+                    assert all(np.array_equal(a, b) for a, b in zip(found[name], value, strict=True)), name
+    doubled = dataset.with_format("torch", columns=["int8"], dtype=torch.float64)
+    assert next(iter(bridge.DataLoader(doubled, batch_size=2)))["int8"].dtype == torch.float64
