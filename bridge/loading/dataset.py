@@ -10,7 +10,6 @@ import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -101,7 +100,7 @@ class OrderedDataset(IterableDataset[Any]):
     ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(batch_size=batch_size, shuffle_window=shuffle_window, canonical_world_size=canonical_world_size)
-        if isinstance(seed, bool) or not isinstance(seed, Integral):
+        if isinstance(seed, bool) or not isinstance(seed, int | np.integer):
             raise ValueError(f"seed is {seed!r}; give a whole number.")
         if rank is not None or world_size is not None:
             resolve_rank(rank, world_size)
@@ -375,5 +374,5 @@ def check_sizes(**sizes: int | None) -> None:
         ValueError: One is not; None is taken as not given.
     """
     for name, value in sizes.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1):
             raise ValueError(f"{name} is {value!r}; give a whole number, 1 or more.")

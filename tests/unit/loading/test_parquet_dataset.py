@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -509,3 +510,11 @@ def test_batches_are_moved_to_a_device(folder: Path) -> None:
 
     assert batch["n"].device.type == "meta"
     assert len(batch["text"]) == 8
+
+
+def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
+    folder, _ = make_export(tmp_path, [pa.table({"n": range(10)})])
+    one = np.int64(1)
+    data = bridge.ParquetDataset(folder, batch_size=4 * one, seed=one, shuffle_window=5 * one, canonical_world_size=one)
+    assert [len(batch["n"]) for batch in data] == [4, 4, 2]
+    json.dumps(data.state_dict())
