@@ -345,17 +345,36 @@ def _stream(rows: pa.Table, sink: pa.NativeFile) -> int:
     return int(sink.tell())
 
 
-def _sender() -> Callable[[Bytes], None]:
-    """Return what broadcasts from rank 0: over the default group or, where that has no gloo, over one beside it."""
-    import torch
+def cpu_group() -> Any:
+    """Return a process group of all ranks that moves what is in memory: the default one where it has gloo.
+
+    Raises:
+        RuntimeError: There is no default process group.
+    """
+    import torch.distributed as dist
+
+    return dist.group.WORLD if "cpu:gloo" in dist.get_backend_config() else own_group(_GLOO)
+
+
+def own_group(name: str) -> Any:
+    """Return a gloo process group of all ranks for one purpose, made at the first call, which all ranks make together.
+
+    What goes over it cannot be mixed up with what other threads say over the default group.
+    """
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _world
 
-    group: Any = dist.group.WORLD
-    if "cpu:gloo" not in dist.get_backend_config():
-        # found in torch's own list: a process group that is destroyed takes it along
-        known = (found for found in _world.pg_map if found.group_desc == _GLOO)
-        group = next(known, None) or dist.new_group(backend="gloo", group_desc=_GLOO)
+    # found in torch's own list: a process group that is destroyed takes it along
+    known = (found for found in _world.pg_map if found.group_desc == name)
+    return next(known, None) or dist.new_group(backend="gloo", group_desc=name)
+
+
+def _sender() -> Callable[[Bytes], None]:
+    """Return what broadcasts from rank 0."""
+    import torch
+    import torch.distributed as dist
+
+    group = cpu_group()
     return lambda block: dist.broadcast(torch.from_numpy(block), src=0, group=group)
 
 
