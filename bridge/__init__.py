@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from bridge.errors import (
     AccessDeniedError,
     BridgeError,
+    CheckpointError,
+    CheckpointNotFoundError,
     ConfigError,
     CopyError,
     CorruptFileError,
@@ -28,6 +30,10 @@ from bridge.errors import (
 )
 
 if TYPE_CHECKING:
+    from bridge.checkpoints.files import load_file, save_file
+    from bridge.checkpoints.manager import CheckpointManager
+    from bridge.checkpoints.reader import UCVolumeReader
+    from bridge.checkpoints.writer import UCVolumeWriter
     from bridge.columns.policies import (
         as_float32,
         as_float64,
@@ -63,6 +69,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AccessDeniedError",
     "BridgeError",
+    "CheckpointError",
+    "CheckpointManager",
+    "CheckpointNotFoundError",
     "ConfigError",
     "CopyError",
     "CopyReport",
@@ -88,6 +97,8 @@ __all__ = [
     "Table",
     "TableTooLargeError",
     "UCVolumeDataset",
+    "UCVolumeReader",
+    "UCVolumeWriter",
     "VerifyReport",
     "VolumeError",
     "__version__",
@@ -105,6 +116,7 @@ __all__ = [
     "flatten",
     "jagged",
     "list_exports",
+    "load_file",
     "load_table",
     "mask",
     "offsets",
@@ -112,6 +124,7 @@ __all__ = [
     "plan_table",
     "prune_exports",
     "remove_export",
+    "save_file",
     "sparse",
     "to_json",
     "verify_epoch",
@@ -121,6 +134,7 @@ __all__ = [
 
 # imported at the first use of the name, so that `import bridge` stays cheap
 _HOMES = {
+    "CheckpointManager": "bridge.checkpoints.manager",
     "CopyReport": "bridge.volumes.copy",
     "CoverageReport": "bridge.loading.coverage",
     "DataLoader": "bridge.loading.loader",
@@ -130,6 +144,8 @@ _HOMES = {
     "PruneReport": "bridge.tables.retention",
     "Table": "bridge.tables.table",
     "UCVolumeDataset": "bridge.loading.files",
+    "UCVolumeReader": "bridge.checkpoints.reader",
+    "UCVolumeWriter": "bridge.checkpoints.writer",
     "VerifyReport": "bridge.tables.inventory",
     "as_float32": "bridge.columns.policies",
     "as_float64": "bridge.columns.policies",
@@ -145,6 +161,7 @@ _HOMES = {
     "flatten": "bridge.columns.policies",
     "jagged": "bridge.columns.policies",
     "list_exports": "bridge.tables.inventory",
+    "load_file": "bridge.checkpoints.files",
     "load_table": "bridge.tables.load",
     "mask": "bridge.columns.policies",
     "offsets": "bridge.columns.policies",
@@ -152,6 +169,7 @@ _HOMES = {
     "plan_table": "bridge.tables.load",
     "prune_exports": "bridge.tables.retention",
     "remove_export": "bridge.tables.retention",
+    "save_file": "bridge.checkpoints.files",
     "sparse": "bridge.columns.policies",
     "to_json": "bridge.columns.policies",
     "verify_epoch": "bridge.loading.coverage",

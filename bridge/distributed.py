@@ -308,6 +308,48 @@ def _unpacked(packed: bytes) -> Exception:
     return EngineError(text)
 
 
+class Told:
+    """Something that one rank tells all others, in the middle of a call that they make together.
+
+    It goes through the store, where what ranks of any process group have to say to one another finds them. Calls of the
+    same name count, so that an answer is that of this call: all ranks that take part make one of these, every time.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._value: str | None = None
+        self._store: Any = None
+        if world_size() > 1:
+            from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+
+            self._store = PrefixStore(f"bridge/told/{what}", _get_default_store())
+            self._key = str(self._store.add(f"calls/{rank()}", 1))
+
+    def tell(self, value: str) -> None:
+        """Tell the others."""
+        self._value = value
+        if self._store is not None:
+            self._store.set(self._key, value)
+
+    def ask(self) -> str:
+        """Return what is told, when it is.
+
+        Raises:
+            RankError: Nobody tells it within ARRIVAL_S.
+        """
+        if self._value is None:
+            # a blocking get would keep other threads from the store
+            if self._store is None or not _until(lambda: self._store.check([self._key]), ARRIVAL_S):
+                raise RankError(f"no rank began {self._what} within {ARRIVAL_S:g} s.{_TOGETHER}")
+            self._value = self._store.get(self._key).decode()
+        return self._value
+
+    def forget(self) -> None:
+        """Take it back, when all have asked; on the rank that told it."""
+        if self._store is not None:
+            self._store.delete_key(self._key)
+
+
 def broadcast_rows(rows: pa.Table | None, *, what: str) -> pa.Table:
     """Return the rows that rank 0 gives on every rank, in the same record batches.
 

@@ -20,6 +20,8 @@ A class of its own exists only where a caller would act differently; each also i
     ├── CopyError (OSError)                       not everything was copied
     ├── ExportError (RuntimeError)                an export could not be completed
     │   └── ExportNotFoundError (FileNotFoundError)   no complete export is there
+    ├── CheckpointError (RuntimeError)            a checkpoint could not be saved or loaded
+    │   └── CheckpointNotFoundError (FileNotFoundError)  no complete checkpoint is there
     ├── RankError (RuntimeError)                  ranks did not make the same call, or one was lost
     └── CorruptFileError (OSError)                bytes differ from what was recorded when they were written
 """
@@ -99,6 +101,14 @@ class ExportError(BridgeError, RuntimeError):
 
 class ExportNotFoundError(ExportError, FileNotFoundError):
     """No complete export is there."""
+
+
+class CheckpointError(BridgeError, RuntimeError):
+    """A checkpoint could not be saved or loaded; what was there before is as it was."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """No complete checkpoint is there."""
 
 
 class CorruptFileError(BridgeError, OSError):

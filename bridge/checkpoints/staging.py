@@ -1,0 +1,92 @@
+"""Copies of a state in memory that is used again, so that training goes on while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+_ALIGNMENT = 64
+
+
+class Staging:
+    """Copies the tensors of a state into one block of memory, which it keeps for the next.
+
+    The block is pinned where CUDA is. A second state that comes while the first is written gets a block of its own.
+    """
+
+    def __init__(self) -> None:
+        self._free: torch.Tensor | None = None
+        self._lent: torch.Tensor | None = None
+
+    def stage(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a copy of a nested state whose tensors are in the block; other values are copied too."""
+        tensors: dict[int, torch.Tensor] = {}
+        _collect(state, tensors)
+        num_bytes = sum(_padded(tensor.nbytes) for tensor in tensors.values())
+        block, self._free = self._free, None
+        if block is None or block.nbytes < num_bytes:
+            block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        self._lent = block
+        copies: dict[int, torch.Tensor] = {}
+        start = 0
+        are_elsewhere = False
+        for key, tensor in tensors.items():
+            copy = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            copy.copy_(tensor, non_blocking=True)
+            are_elsewhere = are_elsewhere or tensor.is_cuda
+            copies[key] = copy
+            start += _padded(tensor.nbytes)
+        if are_elsewhere:
+            torch.cuda.synchronize()
+        made: dict[str, Any] = _rebuilt(state, copies)
+        return made
+
+    def give_back(self) -> None:
+        """Let the block that was lent last be used again: what was staged in it is written."""
+        if self._lent is not None:
+            self._free, self._lent = self._lent, None
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._free = self._lent = None
+
+
+def _padded(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _local(value: Any) -> torch.Tensor | None:
+    """Return the memory of this rank's part of a tensor; None for what is no tensor."""
+    if isinstance(value, torch.distributed.tensor.DTensor):
+        return value.to_local().detach()
+    return value.detach() if isinstance(value, torch.Tensor) else None
+
+
+def _collect(value: Any, found: dict[int, torch.Tensor]) -> None:
+    if (tensor := _local(value)) is not None:
+        found[id(value)] = tensor
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            _collect(part, found)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _collect(part, found)
+
+
+def _rebuilt(value: Any, copies: Mapping[int, torch.Tensor]) -> Any:
+    if (copy := copies.get(id(value))) is not None and isinstance(value, torch.Tensor):
+        if isinstance(value, torch.distributed.tensor.DTensor):
+            return type(value).from_local(
+                copy, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+            )
+        return copy
+    if isinstance(value, Mapping):
+        return {key: _rebuilt(part, copies) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_rebuilt(part, copies) for part in value]
+    if isinstance(value, tuple):
+        return tuple(_rebuilt(part, copies) for part in value)
+    return deepcopy(value)

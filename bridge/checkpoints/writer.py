@@ -1,0 +1,401 @@
+"""The side of torch's distributed checkpoints that writes: each save is an attempt of its own, complete or absent.
+
+    all ranks     reset ── the coordinator begins an attempt, and tells its name ── each writes its files
+    coordinator   finish: every planned entry has a result ── index ── files seen in full size ── marker
+
+The name goes through the store of the default process group and not with the plan: a planner that caches plans gives
+the first save's back. Attempts of one path count in the store, so that an answer is that of this save.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from bridge.checkpoints.layout import (
+    BLOCK_BYTES,
+    INDEX,
+    Box,
+    Entry,
+    File,
+    Index,
+    Part,
+    Stored,
+    file_order,
+    is_plain,
+    make_header,
+    part_name,
+    pickled,
+)
+from bridge.checkpoints.staging import Staging
+from bridge.config import load_settings
+from bridge.distributed import Told
+from bridge.errors import CheckpointError
+from bridge.volumes.commit import OpenAttempt, begin, collect_garbage
+from bridge.volumes.digest import digest_bytes
+from bridge.volumes.storage import Storage, is_transient
+from bridge.volumes.stores import open_storage
+
+KIND = "checkpoint"
+
+_FILE_BYTES = 4 << 30
+_TRIES = 3
+_MOST_NAMED = 10
+
+Bytes: TypeAlias = memoryview
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What became of an entry that JSON holds."""
+
+    value: Any
+
+
+class UCVolumeWriter(StorageWriter):
+    """Writes distributed checkpoints to a volume or any other folder, for `torch.distributed.checkpoint.save`.
+
+    A save is seen when it is complete, and not before; until then, and where it fails, readers get what was saved
+    before. Each rank writes its part into few files of safetensors, with a digest for each 4 MiB. Values that are no
+    tensors are kept as JSON or, where JSON does not hold them, pickled in the way that torch loads without running
+    code. It may be used again for the next save, and for `async_save`, for which it also copies the state into memory
+    that it uses again; not for two saves at a time.
+
+    Args:
+        path: A folder for the saves of one thing, such as a step of a run. Made where it is missing.
+        facts: JSON values that `bridge checkpoints ls` shows beside it.
+        label: 1 to 32 of [a-z0-9], by which attempts in a folder are told apart.
+
+    Example:
+        >>> import torch.distributed.checkpoint as dcp  # doctest: +SKIP
+        >>> dcp.save({"model": model}, storage_writer=bridge.UCVolumeWriter("/Volumes/main/ml/run/step_100"))
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, facts: Mapping[str, Any] | None = None, label: str = KIND
+    ) -> None:
+        self.path = os.fspath(path)
+        self._facts = dict(facts or {})
+        self._label = label
+        self._staging = Staging()
+        self._save: _Save | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def attempt(self) -> str | None:
+        """The folder in `path` that the last save made complete; on the coordinator."""
+        return self._save.complete if self._save else None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Choose another folder."""
+        if checkpoint_id is not None:
+            self.path = os.fspath(checkpoint_id)
+
+    def storage_meta(self) -> None:
+        """Begin a save: of all, torch asks for this first, and on every rank. What an earlier one left is deleted."""
+        if self._save is not None:
+            self._save.end()
+        self._save = _Save(self.path)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin the attempt, on the coordinator."""
+        if not kwargs.get("use_collectives", True):
+            raise CheckpointError(
+                "use_collectives=False saves without a rank that knows when all have written.\n  Leave it out."
+            )
+        assert self._save is not None
+        self._save.begin(is_coordinator, kwargs.get("rank") or 0, self._label)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the files of this rank."""
+        assert self._save is not None
+        if not self._lock.acquire(blocking=False):
+            raise CheckpointError("this UCVolumeWriter is writing another save.\n  Wait for it, or make another.")
+        try:
+            results = self._save.write(plan, planner)
+        finally:
+            self._staging.give_back()
+            self._lock.release()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the save complete.
+
+        Raises:
+            CheckpointError: An entry was planned and not written.
+            VolumeError: A file is not seen in full size, or the volume cannot be written.
+        """
+        assert self._save is not None
+        self._save.finish(metadata, results, self._facts)
+
+    def close(self) -> None:
+        """Delete what a failed save left; the next save does it too. Also the end of staging, for `async_save`."""
+        if self._save is not None:
+            self._save.end()
+        self._staging.close()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether it is a path."""
+        return isinstance(checkpoint_id, str | os.PathLike)
+
+    # torch's AsyncStager, which a writer that has these methods is taken for
+
+    @property
+    def should_synchronize_after_execute(self) -> bool:
+        """Nothing is left to wait for when `stage` has returned."""
+        return False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a state in memory that is used again."""
+        return self._staging.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Return at once."""
+
+
+class _Save:
+    """One save: its attempt, on the coordinator, and what this rank writes into it."""
+
+    def __init__(self, path: str) -> None:
+        self.complete: str | None = None
+        self._path = path
+        self._told = Told(f"checkpoint {path}")
+        self._stack = contextlib.ExitStack()
+        self._attempt: OpenAttempt | None = None
+        self._rank = 0
+        # a writer that is dropped after a failure leaves no lease behind
+        self._finalizer = weakref.finalize(self, _end_aside, self._stack)
+
+    def begin(self, is_coordinator: bool, rank: int, label: str) -> None:
+        """Begin the attempt, on the coordinator."""
+        self._rank = rank
+        # here and not before, so that all ranks learn of a failure
+        self._storage: Storage = open_storage(self._path, volume_root=load_settings().volume_root)
+        if is_coordinator:
+            self._attempt = self._stack.enter_context(begin(self._storage, label))
+            self._told.tell(self._attempt.name)
+
+    def end(self) -> None:
+        """Delete what was not completed."""
+        self._finalizer.detach()
+        self._stack.close()
+
+    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Write the planned entries, and return what became of each, and the files."""
+        folder = self._attempt.name if self._attempt else self._told.ask()
+        results, entries = [], []
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                value = _value(planner, item)
+                if is_plain(value):
+                    results.append(WriteResult(item.index, 0, _Value(value)))
+                    continue
+                data = pickled(item.index.fqn, value)
+                entries.append(_Piece(Entry(item.index.fqn, torch.uint8, (len(data),)), item.index, (), data))
+            else:
+                entries.append(_piece(item))
+        self._storage.make_folder(folder)
+        for number, some in enumerate(_by_file(sorted(entries, key=lambda piece: file_order(piece.entry)))):
+            results += self._write_file(folder, f"rank-{self._rank:05d}.{number}", some, planner)
+        return results
+
+    def _write_file(
+        self, folder: str, stem: str, pieces: Sequence[_Piece], planner: SavePlanner
+    ) -> list[WriteResult]:  # fmt: skip
+        header, ranges = make_header(piece.entry for piece in pieces)
+        for attempt in range(_TRIES):
+            # a file is written once: one that failed may be there for good
+            name = f"{stem}{f'.{attempt}' if attempt else ''}.safetensors"
+            digests: list[str] = []
+            try:
+                self._storage.write(f"{folder}/{name}", _blocks(header, pieces, planner, digests))
+                break
+            except OSError as exc:
+                if attempt == _TRIES - 1 or not is_transient(exc):
+                    raise
+                time.sleep(0.1)
+        size = ranges[-1][1] if ranges else len(header)
+        results = [
+            WriteResult(piece.index, stop - start, Part(name, start, stop, piece.box))
+            for piece, (start, stop) in zip(pieces, ranges, strict=True)
+        ]
+        file = File(name, size, len(header), tuple(digests))
+        return [*results, WriteResult(MetadataIndex(name), size, file)]
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]], facts: Mapping[str, Any]) -> None:
+        """Write the index, and make the attempt complete."""
+        assert self._attempt is not None
+        index = _index(metadata, [result for some in results for result in some])
+        data = index.encode()
+        self._storage.write(f"{self._attempt.name}/{INDEX}", [data])
+        sizes = {file.name: file.num_bytes for file in index.files}
+        body = {
+            "kind": KIND, "index": digest_bytes(data), "num_bytes": index.num_bytes, "world_size": len(results),
+            "facts": dict(facts),
+        }  # fmt: skip
+        self._attempt.commit(body, {**sizes, INDEX: len(data)})
+        self.complete = self._attempt.name
+        self.end()
+        self._told.forget()
+        # what killed writers left; the checkpoint itself stands whether or not that works
+        with contextlib.suppress(OSError):
+            collect_garbage(self._storage)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """An entry of a file, and where its bytes come from: `data`, or else the planner."""
+
+    entry: Entry
+    index: MetadataIndex
+    box: Box
+    data: bytes | None = None
+    item: WriteItem | None = None
+
+    def view(self, planner: SavePlanner) -> Bytes:
+        if self.data is not None:
+            return memoryview(self.data)
+        tensor: Any = planner.resolve_data(self.item)  # type: ignore[arg-type]
+        tensor = tensor.detach().cpu().contiguous()
+        if tensor.dtype != self.entry.dtype or tuple(tensor.shape) != tuple(self.entry.shape):
+            raise CheckpointError(
+                f"{self.index.fqn!r} is {tensor.dtype} {list(tensor.shape)}, planned as {self.entry.dtype} "
+                f"{list(self.entry.shape)}: the state changed during the save.\n  Save a copy of it, or use async_save."
+            )
+        return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).cast("B")
+
+
+def _piece(item: WriteItem) -> _Piece:
+    data = item.tensor_data
+    assert data is not None
+    name, dtype = item.index.fqn, data.properties.dtype
+    if data.properties.layout != torch.strided or dtype.itemsize == 0:
+        raise CheckpointError(f"{name!r} is a tensor of layout {data.properties.layout}.\n  Save it with to_dense().")
+    box = tuple(
+        (start, start + size) for start, size in zip(data.chunk.offsets, data.chunk.sizes, strict=True)
+    )  # fmt: skip
+    return _Piece(Entry(part_name(name, box, data.size), dtype, tuple(data.chunk.sizes)), item.index, box, item=item)
+
+
+def _value(planner: SavePlanner, item: WriteItem) -> Any:
+    """Return a value that is no tensor: itself, where the planner has it, else what it serialised."""
+    look_up = getattr(planner, "lookup_object", None)
+    if look_up is not None:
+        return look_up(item.index)
+    data: Any = planner.resolve_data(item)
+    data.seek(0)
+    return torch.load(data, weights_only=True)
+
+
+def _by_file(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """Yield the pieces of each file, of which there is one for each 4 GiB."""
+    some: list[_Piece] = []
+    filled = 0
+    for piece in pieces:
+        if some and filled + piece.entry.num_bytes > _FILE_BYTES:
+            yield some
+            some, filled = [], 0
+        some.append(piece)
+        filled += piece.entry.num_bytes
+    if some:
+        yield some
+
+
+def _blocks(header: bytes, pieces: Sequence[_Piece], planner: SavePlanner, digests: list[str]) -> Iterator[Bytes]:
+    """Yield a file front to back, its header, then blocks, each good until the next; note the digest of each."""
+    digests.append(digest_bytes(header))
+    yield memoryview(header)
+    block = memoryview(bytearray(min(BLOCK_BYTES, sum(piece.entry.num_bytes for piece in pieces))))
+    filled = 0
+    for piece in pieces:
+        view = piece.view(planner)
+        while view.nbytes:
+            if filled == 0 and view.nbytes >= BLOCK_BYTES:
+                digests.append(digest_bytes(view[:BLOCK_BYTES]))
+                yield view[:BLOCK_BYTES]
+                view = view[BLOCK_BYTES:]
+                continue
+            count = min(BLOCK_BYTES - filled, view.nbytes)
+            block[filled : filled + count] = view[:count]
+            filled += count
+            view = view[count:]
+            if filled == BLOCK_BYTES:
+                digests.append(digest_bytes(block))
+                yield block
+                filled = 0
+    if filled:
+        digests.append(digest_bytes(block[:filled]))
+        yield block[:filled]
+
+
+def _index(metadata: Metadata, results: Sequence[WriteResult]) -> Index:
+    """Return the index of what was planned and written.
+
+    Raises:
+        CheckpointError: An entry was planned and not written.
+    """
+    written = {
+        (
+            result.index.fqn,
+            result.storage_data.box if isinstance(result.storage_data, Part) else (),
+        ): result.storage_data
+        for result in results
+    }
+    tensors, values, pickles, missing = {}, {}, {}, []
+    for name, planned in metadata.state_dict_metadata.items():
+        if isinstance(planned, TensorStorageMetadata):
+            boxes = [
+                tuple((start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+                for chunk in planned.chunks
+            ]
+            parts = [written.get((name, box)) for box in boxes]
+            missing += [part_name(name, box, planned.size) for box, part in zip(boxes, parts, strict=True) if not part]
+            tensors[name] = Stored(planned.properties.dtype, tuple(planned.size), tuple(filter(None, parts)))
+        elif isinstance(found := written.get((name, ())), _Value):
+            values[name] = found.value
+        elif found:
+            pickles[name] = found
+        else:
+            missing.append(name)
+    if missing:
+        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
+        raise CheckpointError(
+            f"{len(missing)} entries were planned and not written: {', '.join(missing[:_MOST_NAMED])}{more}.\n"
+            "  Nothing was saved; what was saved before is as it was."
+        )
+    paths = metadata.planner_data
+    if paths is not None and not all(type(key) in (str, int) for path in paths.values() for key in path):
+        raise CheckpointError("the state has keys that are neither text nor whole numbers.\n  Use such keys.")
+    files = tuple(result.storage_data for result in results if isinstance(result.storage_data, File))
+    return Index(tensors, values, pickles, None if paths is None else {k: list(v) for k, v in paths.items()}, files)
+
+
+def _end_aside(stack: contextlib.ExitStack) -> None:
+    """End an attempt in a thread: a finaliser interrupts somebody, and must not wait for a volume."""
+    if threading.main_thread().is_alive():
+        threading.Thread(target=stack.close, name="bridge-abandon", daemon=True).start()
+    else:
+        stack.close()
