@@ -47,6 +47,7 @@ class Blocks:
         assert opened.index is not None
         self._files = {file.name: file for file in opened.index.files}
         self._kept: dict[str, list[tuple[int, torch.Tensor]]] = {}  # of each file, by where it starts
+        self._last: tuple[_Run, torch.Tensor] | None = None  # read anew; small parts share blocks
 
     def check(self, parts: Iterable[Part]) -> None:
         """Read and check the blocks that hold the parts, and the headers of their files.
@@ -87,8 +88,11 @@ class Blocks:
         file = self._files[part.file]
         numbers = file.blocks(part.start, part.stop)
         run = _Run(file, numbers.start, numbers.stop)
-        fresh = torch.empty(run.num_bytes, dtype=torch.uint8)
-        self._read(run, fresh)
+        if self._last is None or self._last[0] != run:
+            fresh = torch.empty(run.num_bytes, dtype=torch.uint8)
+            self._read(run, fresh)
+            self._last = run, fresh
+        fresh = self._last[1]
         return fresh[part.start - run.start : part.stop - run.start].view(dtype)
 
     def _read_some(self, work: tuple[_Run, torch.Tensor | None, int]) -> None:

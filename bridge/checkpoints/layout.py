@@ -139,6 +139,13 @@ class Index:
         )
 
 
+@dataclass
+class Leaf:
+    """A value that is saved as one, however it is nested; it is loaded without this around it."""
+
+    value: Any
+
+
 def _listed(part: Part) -> list[Any]:
     return [part.file, part.start, part.stop, part.box]
 
@@ -222,14 +229,14 @@ def pickled(name: str, value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def unpickled(data: bytes | memoryview, where: str) -> Any:
+def unpickled(data: bytes | memoryview, where: str, map_location: Any = "cpu") -> Any:
     """Return a value that `pickled` stored; nothing is run but what torch allows.
 
     Raises:
         CorruptFileError: It is something else.
     """
     try:
-        return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        return torch.load(io.BytesIO(data), weights_only=True, map_location=map_location)
     except Exception as exc:  # of bytes that somebody made to harm
         raise CorruptFileError(
             f"{where} is refused: {str(exc).partition(chr(10))[0]}\n"

@@ -31,6 +31,7 @@ from bridge.checkpoints.layout import (
     Entry,
     File,
     Index,
+    Leaf,
     Part,
     Stored,
     file_order,
@@ -304,7 +305,8 @@ def _value(planner: SavePlanner, item: WriteItem) -> Any:
     """Return a value that is no tensor: itself, where the planner has it, else what it serialised."""
     look_up = getattr(planner, "lookup_object", None)
     if look_up is not None:
-        return look_up(item.index)
+        value = look_up(item.index)
+        return value.value if isinstance(value, Leaf) else value
     data: Any = planner.resolve_data(item)
     data.seek(0)
     return torch.load(data, weights_only=True)

@@ -1,0 +1,73 @@
+"""Single objects on volumes: complete or absent, verified, and loaded without running what is in them."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import Any
+
+import torch
+
+from bridge.checkpoints.layout import unpickled
+from bridge.config import load_settings
+from bridge.errors import CheckpointNotFoundError, CorruptFileError, VolumeError
+from bridge.volumes.commit import begin, complete_attempts, delete_attempt
+from bridge.volumes.digest import digest_bytes
+from bridge.volumes.stores import open_storage
+
+_LABEL = "file"
+_NAME = "data.pt"
+
+
+def save_file(obj: Any, path: str | os.PathLike[str]) -> None:
+    """Save an object as `torch.save` does, so that `load_file` gets it whole or not at all.
+
+    `path` becomes a folder, since a volume renames nothing: what is saved there again is read when it is complete, and
+    what was there before is deleted then.
+
+    Raises:
+        VolumeError: The place cannot be written; what was there before is as it was.
+
+    Example:
+        >>> import bridge
+        >>> bridge.save_file({"threshold": 0.5}, "/Volumes/main/ml/models/best.pt")  # doctest: +SKIP
+    """
+    storage = open_storage(path, volume_root=load_settings().volume_root)
+    buffer = io.BytesIO()
+    torch.save(obj, buffer)
+    data = buffer.getbuffer()
+    with begin(storage, _LABEL) as attempt:
+        try:
+            storage.make_folder(attempt.name)
+            storage.write(f"{attempt.name}/{_NAME}", [data])
+        except OSError as exc:
+            if isinstance(exc, VolumeError):
+                raise
+            raise VolumeError(f"{path} cannot be written: {exc.strerror or exc}.") from exc
+        attempt.commit({"kind": _LABEL, "digest": digest_bytes(data)}, {_NAME: len(data)})
+    for older, _ in complete_attempts(storage, _LABEL):
+        if older.rank > attempt.attempt.rank:
+            delete_attempt(storage, older)
+
+
+def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> Any:
+    """Return what `save_file` saved last: numbers, text, tensors, and lists and dicts of them.
+
+    Raises:
+        CheckpointNotFoundError: Nothing complete is there.
+        CorruptFileError: It is damaged, or it would run code.
+        VolumeError: It cannot be read.
+    """
+    storage = open_storage(path, volume_root=load_settings().volume_root)
+    for attempt, marker in complete_attempts(storage, _LABEL):
+        where = f"{storage}/{attempt.name}/{_NAME}"
+        try:
+            data = storage.read(f"{attempt.name}/{_NAME}")
+        except FileNotFoundError as exc:
+            raise CorruptFileError(f"{where} is gone.\n  Save it again, or restore the file.") from exc
+        if digest_bytes(data) != marker.body["digest"]:
+            raise CorruptFileError(
+                f"{where} is damaged: it is not what was saved.\n  Save it again, or restore the file."
+            )
+        return unpickled(data, where, map_location)
+    raise CheckpointNotFoundError(f"{path} holds nothing that bridge.save_file completed.\n  Correct the path.")

@@ -1,0 +1,348 @@
+"""Checkpoints of a run: saved while it trains, found again after any crash, kept as many as are wanted.
+
+save         all ranks: state copied ── one thread writes: files ── marker ── rank 0 deletes what no rule keeps
+restore      rank 0: which are complete, newest first ── all ranks: one is read and checked, else the next older
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any, Literal, Self
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+from bridge.checkpoints.layout import Leaf
+from bridge.checkpoints.reader import UCVolumeReader
+from bridge.checkpoints.retention import Mode, Retention, Saved, delete_saved, list_saved
+from bridge.checkpoints.staging import Staging
+from bridge.checkpoints.state import RunState
+from bridge.checkpoints.writer import UCVolumeWriter
+from bridge.config import load_settings
+from bridge.distributed import from_rank_0, on_every_rank, own_group, rank, world_size
+from bridge.errors import CheckpointError, CorruptFileError, VolumeError
+from bridge.volumes.commit import attempts
+from bridge.volumes.storage import Storage
+from bridge.volumes.stores import open_storage
+
+_GROUP = "bridge checkpoints"
+_SIGNALS = "bridge signals"
+_VALUES = "values"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What `restore_latest` restored.
+
+    Attributes:
+        step: The step that was saved.
+        attempt: The folder in the root that it was read from.
+        world_size: On how many ranks it was saved.
+        values: The parts of the state that have no state of their own, as rank 0 saved them.
+        random: What of the random generators is as it was, in words.
+        skipped: Newer steps that could not be read, each with the reason.
+    """
+
+    step: int
+    attempt: str
+    world_size: int
+    values: dict[str, Any]
+    random: str
+    skipped: tuple[tuple[int, str], ...] = ()
+
+
+class CheckpointManager:
+    """Saves and restores the state of a training run under a folder, on one process or on all ranks together.
+
+    A state is a dict: models, optimizers, schedulers, a `bridge.DataLoader`, whatever has `state_dict` and
+    `load_state_dict`, and values. The random generators of Python, NumPy, torch and CUDA are saved with it, for each
+    rank. All ranks call `save`, `should_save` and `restore_latest` together.
+
+    Args:
+        root: The folder of the run, on a volume or a disk.
+        every: `should_save` asks for a save at each step that is a multiple of this; None: only when told to stop.
+        keep_last: How many of the last steps stay, 1 or more.
+        keep_every: Steps that are a multiple of this stay as well.
+        best: Name of a metric, and "min" or "max": the step that has the best stays as well.
+        async_save: Whether `save` returns when the state is copied, and a thread writes it.
+        when_busy: What `save` does while the one before is written: "wait" for it, or "skip" this one.
+        handle_sigterm: Whether SIGTERM asks for a last save, through `should_save`, instead of ending the process.
+
+    Raises:
+        ValueError: An argument is out of range.
+
+    Example:
+        >>> manager = bridge.CheckpointManager("/Volumes/main/ml/runs/one", every=1000)  # doctest: +SKIP
+        >>> state = {"model": model, "optimizer": optimizer, "loader": loader}  # doctest: +SKIP
+        >>> restored = manager.restore_latest(state)  # doctest: +SKIP
+        >>> for step, batch in enumerate(loader, start=restored.step + 1 if restored else 0):  # doctest: +SKIP
+        ...     train(batch)
+        ...     if manager.should_save(step):
+        ...         manager.save(step, state)
+        ...     if manager.should_stop:
+        ...         break
+        >>> manager.close()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, root: str | os.PathLike[str], *, every: int | None = None, keep_last: int = 3,
+        keep_every: int | None = None, best: tuple[str, Mode] | None = None, async_save: bool = True,
+        when_busy: Literal["wait", "skip"] = "wait", handle_sigterm: bool = True,
+    ) -> None:  # fmt: skip
+        for name, number in {"every": every, "keep_last": keep_last, "keep_every": keep_every}.items():
+            if number is not None and number < 1:
+                raise ValueError(f"{name} is {number}; give 1 or more.")
+        if when_busy not in ("wait", "skip"):
+            raise ValueError(f'when_busy is {when_busy!r}; give "wait" or "skip".')
+        if best is not None and (len(best) != 2 or best[1] not in ("min", "max")):
+            raise ValueError(f'best is {best!r}; give the name of a metric and "min" or "max".')
+        self.root = os.fspath(root)
+        self.should_stop = False
+        """Whether any rank was told to stop, as of the last `should_save`."""
+        self._every = every
+        self._retention = Retention(keep_last, keep_every, best)
+        self._is_async = async_save
+        self._when_busy = when_busy
+        self._handles_sigterm = handle_sigterm
+        self._staging = Staging()
+        self._threads: ThreadPoolExecutor | None = None
+        self._running: Future[None] | None = None
+        self._protected: set[str] = set()
+        self._is_told = threading.Event()
+        self._handler: Any = None
+        self._at_exit = partial(_tell_failed, weakref.ref(self))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        elif self._running is not None:
+            self._running.exception()  # waited for; the error that is on its way says more
+
+    def should_save(self, step: int) -> bool:
+        """Return whether this step is to be saved: the same on every rank.
+
+        It is, where the step is a multiple of `every`, or any rank got SIGTERM; `should_stop` then says so too.
+        """
+        if self._handles_sigterm and self._handler is None and threading.current_thread() is threading.main_thread():
+            self._handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        told = self._is_told.is_set()
+        if world_size() > 1:
+            flag = torch.tensor(int(told))
+            torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=own_group(_SIGNALS))
+            told = bool(flag)
+        self.should_stop = self.should_stop or told
+        return self.should_stop or (self._every is not None and step % self._every == 0)
+
+    def save(self, step: int, state: Mapping[str, Any], *, metrics: Mapping[str, float] | None = None) -> bool:
+        """Save a step; return False where it was skipped, since the one before is still being written.
+
+        After SIGTERM it is not skipped. A step that was saved before is saved again, and until that is complete the
+        earlier one is read.
+
+        Args:
+            step: 0 or more.
+            state: As described above; with `async_save`, what changes after this returns is not saved.
+            metrics: What was measured at this step, for `best`.
+
+        Raises:
+            CheckpointError: This save, or the one before that nobody waited for, failed; the same on every rank.
+            ValueError: `step` is negative, or a part has a name that is kept for ranks.
+        """
+        if isinstance(step, bool) or step < 0:
+            raise ValueError(f"step is {step}; give 0 or more.")
+        if self._when_busy == "skip" and not self.should_stop and from_rank_0(self._is_busy, what="save: busy?"):
+            return False
+        self.wait()
+        group = own_group(_GROUP) if world_size() > 1 else None
+        facts = {"step": int(step), "metrics": {name: float(value) for name, value in (metrics or {}).items()}}
+
+        def copied() -> dict[str, Any]:
+            run = RunState(state)
+            made = {**run.shared(), f"rank_{rank()}": Leaf(run.of_rank())}
+            if rank() == 0:
+                made[_VALUES] = Leaf(run.values())
+            return self._staging.stage(made) if self._is_async else made
+
+        write = partial(self._write, on_every_rank(copied, what=f"save of step {step}"), facts, group)
+        if not self._is_async:
+            write()
+            return True
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, "bridge-checkpoint")
+            atexit.register(self._at_exit)
+        self._running = self._threads.submit(write)
+        return True
+
+    def wait(self) -> None:
+        """Return when what was begun is complete.
+
+        Raises:
+            CheckpointError: It failed; the same on every rank.
+        """
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
+
+    def close(self) -> None:
+        """Wait, and give back memory and the handling of SIGTERM.
+
+        Raises:
+            CheckpointError: As in `wait`.
+        """
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+            self._handler = None
+        try:
+            self.wait()
+        finally:
+            if self._threads is not None:
+                self._threads.shutdown()
+                self._threads = None
+                atexit.unregister(self._at_exit)
+            self._staging.close()
+
+    def steps(self) -> list[int]:
+        """Return the steps that are complete, in order."""
+        return sorted({saved.step for saved in list_saved(self._storage())})
+
+    def restore_latest(self, state: Mapping[str, Any]) -> Restored | None:
+        """Restore the newest step that is whole; None where no step was ever completed.
+
+        All ranks read the same. Where a save is damaged, a warning says so and the next older one is restored. On
+        another number of ranks than saved it, models and optimizers are spread anew, and data loaders go on at the
+        global position. Values go into `state`, if it can be written to, and into the result.
+
+        Raises:
+            CheckpointError: Steps are there and none is whole, or the state does not fit to what was saved; the same on
+                every rank. Then nothing of the state has changed, unless the message says so.
+        """
+        self.wait()
+        found, begun = from_rank_0(self._found, what="restore_latest")
+        skipped: list[tuple[int, str]] = []
+        for saved in found:
+            try:
+                restored = self._restore(saved, state)
+            except CheckpointException as exc:
+                reasons = {type(reason) for reason, _ in exc.failures.values()}
+                if not all(issubclass(reason, CorruptFileError | VolumeError) for reason in reasons):
+                    raise CheckpointError(f"step {saved.step} of {self.root} cannot be loaded: {_told(exc)}") from exc
+                skipped.append((saved.step, _told(exc)))
+                continue
+            self._protected = {saved.attempt.name}
+            if skipped:
+                warnings.warn(
+                    f"{self.root}: step {saved.step} was restored, since "
+                    + "; ".join(f"step {step} is damaged: {reason}" for step, reason in skipped),
+                    stacklevel=2,
+                )
+            return Restored(
+                saved.step, saved.attempt.name, saved.world_size, restored, self._random(saved), tuple(skipped)
+            )
+        if skipped:
+            listed = "\n  ".join(f"step {step}: {reason}" for step, reason in skipped)
+            raise CheckpointError(
+                f"no step of {self.root} can be read:\n  {listed}\n  Restore the files, or begin anew in another root."
+            )
+        if begun:
+            warnings.warn(f"{self.root}: {begun} saves were begun there, and none was completed.", stacklevel=2)
+        return None
+
+    def _storage(self) -> Storage:
+        return open_storage(self.root, volume_root=load_settings().volume_root)
+
+    def _is_busy(self) -> bool:
+        return self._running is not None and not self._running.done()
+
+    def _found(self) -> tuple[list[Saved], int]:
+        storage = self._storage()
+        found = list_saved(storage)
+        return found, 0 if found else len(attempts(storage))
+
+    def _write(self, state: dict[str, Any], facts: dict[str, Any], group: Any) -> None:
+        writer = UCVolumeWriter(self.root, facts=facts, label=f"step{facts['step']}")
+        try:
+            _save_state_dict(state, writer, group, no_dist=group is None)
+        except CheckpointException as exc:
+            raise CheckpointError(
+                f"step {facts['step']} could not be saved to {self.root}: {_told(exc)}\n"
+                "  The steps that were saved before are as they were."
+            ) from exc
+        finally:
+            writer.close()
+            self._staging.give_back()
+        if rank() == 0:
+            self._delete_old()
+
+    def _delete_old(self) -> None:
+        """Delete what no rule keeps; the save itself stands whether or not that works."""
+        try:
+            storage = self._storage()
+            problems = delete_saved(storage, self._retention.doomed(list_saved(storage), self._protected))
+        except VolumeError as exc:
+            problems = [str(exc)]
+        for problem in problems:
+            warnings.warn(f"an old checkpoint stays: {problem}", stacklevel=2)
+
+    def _restore(self, saved: Saved, state: Mapping[str, Any]) -> dict[str, Any]:
+        run = RunState(state)
+        group = own_group(_GROUP) if world_size() > 1 else None
+        is_same = saved.world_size == world_size()
+        source = rank() if is_same or rank() < saved.world_size else 0
+        mine, first = f"rank_{source}", "rank_0"
+        wanted: dict[str, Any] = {**run.shared(), mine: Leaf(None), first: Leaf(None), _VALUES: Leaf(None)}
+        reader = UCVolumeReader(f"{self.root.rstrip('/')}/{saved.attempt.name}")
+        _load_state_dict(wanted, reader, group, no_dist=group is None)
+        run.load_shared(wanted)
+        of_rank = wanted[mine] if is_same else {**wanted[first], "random": wanted[mine]["random"]}
+        run.load_of_rank(of_rank, with_random=rank() < saved.world_size)
+        if rank() >= saved.world_size:
+            torch.manual_seed(torch.initial_seed() + saved.step + rank())
+        values: dict[str, Any] = wanted[_VALUES]
+        if isinstance(state, MutableMapping):
+            state.update({name: value for name, value in values.items() if name in run.values()})
+        return values
+
+    def _random(self, saved: Saved) -> str:
+        if saved.world_size == world_size():
+            return "as it was on every rank"
+        if saved.world_size > world_size():
+            return f"as it was on ranks 0 to {world_size() - 1} of {saved.world_size}"
+        return f"as it was on ranks 0 to {saved.world_size - 1}; seeded anew on the others"
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self._is_told.set()
+
+
+def _told(exc: CheckpointException) -> str:
+    """Return why ranks failed, each reason once."""
+    reasons: dict[str, list[int]] = {}
+    for number, (reason, _) in sorted(exc.failures.items()):
+        text = str(reason) if isinstance(reason, CheckpointError | CorruptFileError | VolumeError) else repr(reason)
+        reasons.setdefault(text, []).append(number)
+    if world_size() == 1:
+        return "; ".join(reasons)
+    return "; ".join(f"rank {', '.join(map(str, numbers))}: {text}" for text, numbers in reasons.items())
+
+
+def _tell_failed(reference: weakref.ref[CheckpointManager]) -> None:
+    """Tell of a save that failed and that nobody waited for, when the interpreter ends."""
+    manager = reference()
+    if manager is not None and manager._running is not None and (error := manager._running.exception()) is not None:
+        warnings.warn(f"a save failed, and nobody waited for it: {error}", stacklevel=1)

@@ -1,0 +1,104 @@
+"""Which saves of a run stay. Pure but for the deletion."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from bridge.errors import VolumeError
+from bridge.volumes.commit import Attempt, complete_attempts, delete_attempt, withdraw_attempt
+from bridge.volumes.lease import GRACE_S, count_holders, storage_time_ns
+from bridge.volumes.storage import Storage
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A complete save of a step, with what was measured at it."""
+
+    step: int
+    attempt: Attempt
+    metrics: dict[str, float]
+    num_bytes: int
+    world_size: int
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which saves are kept: the last ones, those of every so many steps, and the best by a metric.
+
+    Attributes:
+        best: Name of the metric and whether "min" or "max" of it is best.
+    """
+
+    keep_last: int
+    keep_every: int | None = None
+    best: tuple[str, Mode] | None = None
+
+    def doomed(self, saved: Sequence[Saved], protected: Collection[str] = ()) -> list[Saved]:
+        """Return the saves that no rule keeps, the oldest first. The newest is always kept.
+
+        Args:
+            saved: Complete ones, in any order.
+            protected: Names of attempts that are in use.
+        """
+        newest: dict[int, Saved] = {}
+        for one in sorted(saved, key=lambda one: one.attempt.rank, reverse=True):
+            newest[one.step] = one  # of a step that was saved twice, what readers pick
+        steps = sorted(newest)
+        kept = set(steps[-max(1, self.keep_last) :])
+        if self.keep_every:
+            kept |= {step for step in steps if step % self.keep_every == 0}
+        if (best := self.best_of(list(newest.values()))) is not None:
+            kept.add(best.step)
+        stay = {newest[step].attempt.name for step in kept} | set(protected)
+        gone = (one for one in saved if one.attempt.name not in stay)
+        return sorted(gone, key=lambda one: (one.step, one.attempt.rank))
+
+    def best_of(self, saved: Sequence[Saved]) -> Saved | None:
+        """Return the best by the metric, the earliest of equals; None where none has it."""
+        if self.best is None:
+            return None
+        name, mode = self.best
+        sign = 1 if mode == "min" else -1
+        # what is not a number is never the best
+        measured = [one for one in saved if one.metrics.get(name, float("nan")) == one.metrics.get(name)]
+        return min(measured, key=lambda one: (sign * one.metrics[name], one.step), default=None)
+
+
+def list_saved(storage: Storage) -> list[Saved]:
+    """Return the complete saves of a run, the newest step first, and of a step what readers pick first.
+
+    Raises:
+        VolumeError: The storage cannot be read.
+    """
+    found = []
+    for attempt, marker in complete_attempts(storage):
+        facts = marker.body.get("facts", {})
+        if isinstance(step := facts.get("step"), int):
+            size, world = marker.body["num_bytes"], marker.body["world_size"]
+            found.append(Saved(step, attempt, facts.get("metrics", {}), size, world))
+    return sorted(found, key=lambda one: (-one.step, one.attempt.rank))
+
+
+def delete_saved(storage: Storage, doomed: Sequence[Saved]) -> list[str]:
+    """Delete saves, their markers first; return why some could not be. Those that are read just now go later.
+
+    A reader that opens one at this moment fails with an error that names it.
+    """
+    problems: list[str] = []
+    if not doomed:
+        return problems
+    now_ns = storage_time_ns(storage)
+    held = count_holders(storage, now_ns=now_ns, grace_s=GRACE_S)
+    for one in doomed:
+        try:
+            if one.attempt.attempt_id in held:
+                withdraw_attempt(storage, one.attempt)  # its files are garbage when nobody reads them
+            else:
+                delete_attempt(storage, one.attempt)
+        except VolumeError as exc:
+            problems.append(str(exc))
+    return problems
