@@ -94,17 +94,20 @@ class UCVolumeReader(StorageReader):
     def read_metadata(self, *args: Any) -> Metadata:
         """Return what the checkpoint holds."""
         try:
-            self._opened = open_checkpoint(self.path)
+            return self._read_metadata()
         except Exception as exc:  # noqa: BLE001 - raised by the next call; torch would only quote it
             self._error = exc
             return Metadata({})
-        if self._opened.index is None:
-            from bridge.checkpoints.stock import StockReader
 
-            self._stock = StockReader(self._opened.folder())
-            stock: Metadata = self._stock.read_metadata()
-            return stock
-        return _metadata(self._opened.index)
+    def _read_metadata(self) -> Metadata:
+        self._opened = open_checkpoint(self.path)
+        if self._opened.index is not None:
+            return _metadata(self._opened.index)
+        from bridge.checkpoints.stock import StockReader
+
+        self._stock = StockReader(self._opened.folder())
+        stock: Metadata = self._stock.read_metadata()
+        return stock
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise what was wrong with the checkpoint."""

@@ -26,6 +26,7 @@ _ALLOWED = {
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "PurePosixPath", "WindowsPath"},
     "builtins": {"list", "dict", "tuple", "set", "int", "str"},
 }  # fmt: skip
 

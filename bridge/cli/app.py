@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 import bridge
-from bridge.cli import cache, demo, doctor, exports, files, settings, tables
+from bridge.cli import cache, checkpoints, demo, doctor, exports, files, settings, tables
 from bridge.errors import BridgeError
 
 
@@ -63,6 +63,7 @@ app.command("plan")(tables.plan)
 app.command("load")(tables.load)
 app.command("export")(tables.export)
 app.add_typer(exports.app, name="exports")
+app.add_typer(checkpoints.app, name="checkpoints")
 app.command("cp")(files.cp)
 app.command("config")(settings.config)
 app.add_typer(cache.app, name="cache")

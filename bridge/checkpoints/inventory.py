@@ -1,0 +1,189 @@
+"""What checkpoints there are, whether they are whole, and their way from and to files of others."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
+
+from bridge.checkpoints.blocks import Blocks
+from bridge.checkpoints.layout import Entry, Part, file_order, make_header, pickled, unpickled
+from bridge.checkpoints.opened import open_checkpoint
+from bridge.checkpoints.reader import UCVolumeReader
+from bridge.checkpoints.retention import Retention, Saved, delete_saved, list_saved
+from bridge.checkpoints.writer import KIND, UCVolumeWriter
+from bridge.config import load_settings
+from bridge.errors import BridgeError, CheckpointError, CheckpointNotFoundError, VolumeError
+from bridge.volumes.commit import WITHDRAWN, attempts, collect_garbage, read_marker
+from bridge.volumes.lease import count_holders, storage_time_ns
+from bridge.volumes.storage import Storage
+from bridge.volumes.stores import LocalStorage, open_storage
+
+State = Literal["complete", "being written", "left behind", "withdrawn", "unreadable", "something else"]
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """One save, or what there is of one; what follows `num_holders` is only known of a complete one."""
+
+    path: str
+    state: State
+    age_s: float
+    num_holders: int = 0
+    step: int | None = None
+    num_bytes: int | None = None
+    world_size: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None
+
+
+def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
+    """Return the saves in a folder, newest first, incomplete ones too.
+
+    Raises:
+        CheckpointNotFoundError: The folder holds none.
+        VolumeError: It cannot be read.
+    """
+    storage = _open(root)
+    found = attempts(storage)
+    if not found:
+        raise CheckpointNotFoundError(f"{storage} holds no checkpoint.\n  Give the folder that was saved to.")
+    now_ns = storage_time_ns(storage)
+    held = count_holders(storage, now_ns=now_ns)
+    infos = []
+    for attempt in found:
+        about: dict[str, Any] = {
+            "path": f"{storage}/{attempt.name}",
+            "age_s": max(0.0, now_ns / 1e9 - attempt.generation / 1e3),
+            "num_holders": held.get(attempt.attempt_id, 0),
+        }
+        try:
+            marker = read_marker(storage, attempt.name)
+        except VolumeError as exc:
+            infos.append(CheckpointInfo(**about, state="unreadable", problem=str(exc)))
+            continue
+        if marker is None:
+            infos.append(CheckpointInfo(**about, state=_incomplete(storage, attempt.name, about["num_holders"])))
+        elif marker.body.get("kind") != KIND:
+            infos.append(CheckpointInfo(**about, state="something else"))
+        else:
+            missing = marker.missing(storage, attempt.name)
+            infos.append(
+                CheckpointInfo(
+                    **about, state="complete", step=marker.body["facts"].get("step"),
+                    num_bytes=marker.body["num_bytes"], world_size=marker.body["world_size"],
+                    facts=marker.body["facts"], problem=None if missing is None else f"{missing} is not there in full",
+                )
+            )  # fmt: skip
+    return infos
+
+
+def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Read every byte of a checkpoint; return what is wrong with a file, by its name: nothing where it is whole.
+
+    Raises:
+        CheckpointNotFoundError: There is no complete one.
+        CorruptFileError: Its index is damaged.
+        CheckpointError: It is one of torch's FileSystemWriter, which holds nothing to check it against.
+    """
+    opened = open_checkpoint(os.fspath(path))
+    if opened.index is None:
+        raise CheckpointError(
+            f"{path} was written by torch's FileSystemWriter and holds no digests.\n"
+            "  bridge checkpoints convert makes one that can be verified."
+        )
+    damaged = {}
+    for file in opened.index.files:
+        try:
+            Blocks(opened, max_bytes=0).check([Part(file.name, file.data_start, file.num_bytes)])
+        except (BridgeError, OSError) as exc:
+            damaged[file.name] = str(exc)
+    return damaged
+
+
+def convert_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> int:
+    """Write a checkpoint in another form; return how many entries it has.
+
+    Both are told by their names: `.pt` and `.pth` are files of `torch.save`, `.safetensors` is one file of tensors
+    (values that are no tensors stay behind), and any other name is a folder, of this library or, as a source, of
+    torch's FileSystemWriter. All of it is held in memory.
+
+    Raises:
+        FileExistsError: The target is a file that is there.
+        CheckpointError: The source is a file of safetensors, or the target holds none of its entries.
+    """
+    state = _loaded(os.fspath(source))
+    end = Path(target).suffix
+    if end in (".pt", ".pth", ".safetensors") and Path(target).exists():
+        raise FileExistsError(f"{target} is there already.\n  Give a new name, or delete it.")
+    if end in (".pt", ".pth"):
+        LocalStorage(Path(target).parent).write(Path(target).name, [pickled("state", state)])
+    elif end == ".safetensors":
+        tensors = dict(sorted(_tensors(state), key=lambda pair: file_order(Entry("", pair[1].dtype, ()))))
+        if not tensors:
+            raise CheckpointError(f"{source} holds no tensors.\n  Give a target that ends in .pt.")
+        header, _ = make_header(Entry(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
+        data = [memoryview(t.reshape(-1).view(torch.uint8).numpy()) for t in tensors.values()]  # type: ignore[arg-type]
+        LocalStorage(Path(target).parent).write(Path(target).name, [header, *data])
+        return len(tensors)
+    else:
+        _save_state_dict(state, UCVolumeWriter(target), no_dist=True)
+    return len(state)
+
+
+def prune_checkpoints(
+    root: str | os.PathLike[str], *, keep_last: int | None = None, keep_every: int | None = None, dry_run: bool = False
+) -> tuple[list[Saved], list[str]]:
+    """Delete what killed writers left, and of a run the steps that no rule keeps; return these, and what failed.
+
+    Args:
+        keep_last: How many of the last steps stay; None: all.
+        keep_every: Steps that are a multiple of this stay as well.
+        dry_run: Delete nothing, and return what would be.
+    """
+    storage = _open(root)
+    doomed = [] if keep_last is None else Retention(keep_last, keep_every).doomed(list_saved(storage))
+    if dry_run:
+        return doomed, []
+    problems = delete_saved(storage, doomed)
+    collect_garbage(storage)
+    return doomed, problems
+
+
+def _open(root: str | os.PathLike[str]) -> Storage:
+    return open_storage(root, volume_root=load_settings().volume_root)
+
+
+def _incomplete(storage: Storage, name: str, num_holders: int) -> State:
+    try:
+        storage.status(f"{name}/{WITHDRAWN}")
+    except FileNotFoundError:
+        return "being written" if num_holders else "left behind"
+    return "withdrawn"
+
+
+def _loaded(source: str) -> dict[str, Any]:
+    end = Path(source).suffix
+    if end == ".safetensors":
+        raise CheckpointError(f"{source} is one file of tensors.\n  Load it with safetensors, and save the model anew.")
+    if end in (".pt", ".pth") and Path(source).is_file():
+        found = unpickled(Path(source).read_bytes(), source)
+        return dict(found) if isinstance(found, Mapping) else {"state": found}
+    state: dict[str, Any] = {}
+    _load_state_dict(state, UCVolumeReader(source), no_dist=True, planner=_EmptyStateDictLoadPlanner())
+    return state
+
+
+def _tensors(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors of a nested state with the keys that lead to them, joined by dots."""
+    if isinstance(value, torch.Tensor):
+        return [(name, value.contiguous())]
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    return [found for key, part in items for found in _tensors(part, f"{name}.{key}" if name else str(key))]
