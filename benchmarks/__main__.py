@@ -13,6 +13,7 @@ from bridge.display import plain_table
 
 # A question is a module of this package with `measure(engine=, rounds=, folder=)`.
 QUESTIONS = {
+    "checkpointing": "1 GiB and 6,000 tensors saved and loaded, beside raw files and torch's own; async (no engine)",
     "collect": "a mixed table of 1M rows through Spark Connect, beside toPandas and toArrow; peak memory",
     "copying": "3,000 and 15,375 files from a slow volume and on a disk, beside cp; 100,000 small files (no engine)",
     "digest": "1 GiB digested, beside a copy of memory and a read of the file",
