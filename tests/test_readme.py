@@ -34,8 +34,9 @@ def _run(command: list[str], home: Path) -> str:
 
 
 def test_python_blocks_run(home: Path) -> None:
-    assert len(_blocks("python")) == 4
+    assert len(_blocks("python")) == 5
     assert list((home / "exports").glob("*/*/_bridge.0.json"))
+    assert list((home / "run").glob("*-step*/_bridge.0.json"))
 
 
 @pytest.mark.parametrize(
