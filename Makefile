@@ -5,6 +5,8 @@ SHELL := /bin/bash
 
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
 PYTEST_ARGS ?=
+# processes that share the tests; 0 is this one alone, where a debugger works and a few tests start sooner
+WORKERS ?= $(if $(PYTEST_ARGS),0,2)
 BENCH_ARGS ?=
 CHAOS_ARGS ?= --rounds 1000
 
@@ -21,7 +23,7 @@ demo: .venv/.demo ## Carry a real table into a training loop, by both routes
 	@$(BIN)/bridge demo
 
 test: .venv/.dev ## Run the tests; PYTEST_ARGS="tests/unit -k config" runs some
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 lint: .venv/.dev ## Check style, format, types, the direction of imports and spelling
 	@$(BIN)/ruff check
@@ -64,7 +66,7 @@ clean: ## Remove the environment and everything built
 	@$(PIP) install -c constraints.txt -e ".[spark,torch,demo]"
 	@touch $@
 
-.venv/.dev: .venv/.demo
-	@echo "installing what tests and checks need (about a minute the first time)"
+.venv/.dev: pyproject.toml constraints.txt .venv/.torch
+	@echo "installing bridge, both engines, and what tests and checks need (about 2 minutes the first time)"
 	@$(PIP) install -c constraints.txt -e ".[spark,torch,demo,dev]"
-	@touch $@
+	@touch .venv/.demo $@

@@ -17,7 +17,9 @@ from bridge.spark.engines.apache import start_server
 from bridge.spark.engines.process import SparkProcess, free_port, spark_environment
 
 HOST = "127.0.0.1"
-SHORT_LIVED = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"  # a JVM of a minute spends most of it in the second compiler
+# A JVM of a minute spends most of it in the second compiler. Without that it would have room for 48 MB of code, and
+# compile over and over what it threw away.
+SHORT_LIVED = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m"
 
 
 @contextmanager

@@ -14,8 +14,12 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from xdist.scheduler import LoadScopeScheduling
 
 # what of BRIDGE_* describes the machine rather than a person's preferences
 _KEPT = {"BRIDGE_REQUIRE", "BRIDGE_SPARK_JARS", "BRIDGE_TEST_DATA"}
@@ -95,6 +99,32 @@ def _required() -> set[str]:
 def pytest_configure() -> None:
     if unknown := _required() - set(_LACKS):
         raise pytest.UsageError(f"BRIDGE_REQUIRE names {', '.join(sorted(unknown))}; it takes {', '.join(_LACKS)}")
+
+
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be absent
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Give a worker all tests that share a server or the fixtures of a module, in the order in which they stand."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _share(nodeid)
+
+    # the tests of engines stand first and take longest; by number, a few of minutes would come last
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+def _share(nodeid: str) -> str:
+    """Name what a test shares with others; xdist's own groups are lost under pytest 9.2."""
+    module, _, name = nodeid.partition("::")
+    if module == "tests/engines/test_cluster_server.py":
+        return "cluster"
+    words = name.partition("[")[2].removesuffix("]").split("-")
+    engine = next((engine for engine in ("apache", "cluster") if engine in words), None)
+    if engine is None or not module.startswith("tests/engines/"):
+        return module
+    return f"{module} {engine}" if module.endswith("/test_sessions.py") else engine  # which has servers of its own
 
 
 @pytest.hookimpl(tryfirst=True)  # before the fixtures, which would fail for what is missing

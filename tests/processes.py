@@ -22,7 +22,7 @@ def busy_cores() -> float:
     return (spent() - before) / (time.monotonic() - began)
 
 
-def eventually(condition: Callable[[], object], *, within_s: float = 20.0) -> None:
+def eventually(condition: Callable[[], object], *, within_s: float = 60.0) -> None:
     """Wait until `condition` holds; fail where it does not in time."""
     deadline = time.monotonic() + within_s
     while not condition():

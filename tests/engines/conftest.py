@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,10 @@ from typing import Any
 import pytest
 
 import bridge
+from tests.cluster import SHORT_LIVED, standalone_cluster
+
+# each of hundreds of small queries brings code of its own, which is never run often enough for the second compiler
+JVM = f"{SHORT_LIVED} -Dspark.sql.shuffle.partitions=4"
 
 
 @dataclass
@@ -56,15 +59,10 @@ class EngineUnderTest:
             spark.client.close()
 
 
-def _start(name: str, folder: Path, stack: ExitStack) -> EngineUnderTest:
-    if name == "cluster":
-        from tests.cluster import standalone_cluster
-
-        remote = stack.enter_context(standalone_cluster(os.environ["BRIDGE_SPARK_JARS"]))
-    else:
-        remote = {"sail": "sail", "apache": "local[2]"}[name]
+def _start(name: str, remote: str, folder: Path) -> EngineUnderTest:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("BRIDGE_WAREHOUSE", str(folder / "warehouse"))
+        patch.setenv("SPARK_SUBMIT_OPTS", JVM)
         spark = bridge.connect(remote)
     catalog = spark.sql("SELECT current_catalog()").collect()[0][0]
     schema_folder = folder / "warehouse" / catalog / "demo"
@@ -77,15 +75,23 @@ def _start(name: str, folder: Path, stack: ExitStack) -> EngineUnderTest:
 def _engines(tmp_path_factory: pytest.TempPathFactory, _bare_environment: None) -> Iterator[Any]:
     """Start each engine once, when the first test asks for it."""
     started: dict[str, EngineUnderTest] = {}
-    with ExitStack() as stack:
 
-        def start(name: str) -> EngineUnderTest:
-            if name not in started:
-                started[name] = _start(name, tmp_path_factory.mktemp(name), stack)
-                stack.callback(started[name].close)
-            return started[name]
+    def start(name: str, remote: str | None = None) -> EngineUnderTest:
+        if name not in started:
+            remote = remote or {"sail": "sail", "apache": "local[2]"}[name]
+            started[name] = _start(name, remote, tmp_path_factory.mktemp(name))
+        return started[name]
 
-        yield start
+    yield start
+    for engine in started.values():
+        engine.close()
+
+
+@pytest.fixture(scope="session")
+def cluster_remote(_bare_environment: None) -> Iterator[str]:
+    """The address of a standalone cluster: five JVMs, with Delta where its jars are at hand."""
+    with standalone_cluster(os.environ.get("BRIDGE_SPARK_JARS")) as remote:
+        yield remote
 
 
 SAIL = pytest.param("sail", id="sail")
@@ -102,7 +108,8 @@ def engine(request: pytest.FixtureRequest, _engines: Any) -> EngineUnderTest:
 @pytest.fixture(params=[SAIL, APACHE, CLUSTER])
 def any_engine(request: pytest.FixtureRequest, _engines: Any) -> EngineUnderTest:
     """Sail, Apache Spark, and a standalone cluster through sc://."""
-    return _engines(request.param)
+    remote = request.getfixturevalue("cluster_remote") if request.param == "cluster" else None
+    return _engines(request.param, remote)
 
 
 @pytest.fixture(params=[SAIL])

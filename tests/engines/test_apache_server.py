@@ -12,10 +12,10 @@ import pytest
 from bridge.errors import ConfigError, EngineUnavailableError
 from bridge.spark.engines.apache import delta_conf, start_server
 from bridge.spark.engines.process import ConnectServer
+from tests import cluster
 
 SPARK_JARS = os.environ.get("BRIDGE_SPARK_JARS")
-# A JVM of a minute spends most of it in the second compiler.
-SHORT_LIVED = {f"spark.{role}.extraJavaOptions": "-XX:TieredStopAtLevel=1" for role in ("driver", "executor")}
+SHORT_LIVED = {f"spark.{role}.extraJavaOptions": cluster.SHORT_LIVED for role in ("driver", "executor")}
 
 
 def test_no_jars_no_delta() -> None:

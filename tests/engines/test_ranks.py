@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from bridge.spark.engines.apache import start_server
+from tests.cluster import SHORT_LIVED
 from tests.ranks import Ended, run_ranks
 
 pytestmark = [pytest.mark.apache, pytest.mark.delta_jvm]
-SHORT_LIVED = {f"spark.{role}.extraJavaOptions": "-XX:TieredStopAtLevel=1" for role in ("driver", "executor")}
 
 
 @dataclass
@@ -48,7 +48,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
         "spark.eventLog.dir": log.as_uri(),
         "spark.eventLog.rolling.enabled": "false",
         "spark.eventLog.compress": "false",
-        **SHORT_LIVED,
+        "spark.driver.extraJavaOptions": SHORT_LIVED,
     }
     server = start_server("local[2]", spark_jars=os.environ["BRIDGE_SPARK_JARS"], extra_conf=conf)
     try:

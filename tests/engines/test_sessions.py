@@ -26,6 +26,7 @@ from bridge.spark.channel import open_session
 from bridge.spark.engines import apache as apache_engine
 from bridge.spark.engines.process import free_port, serve
 from bridge.spark.operation import run_watched
+from tests.cluster import SHORT_LIVED
 from tests.processes import eventually
 
 ROWS = 400_000
@@ -103,7 +104,7 @@ def _apache(scratch: Path) -> Iterator[Server]:
                     "spark.connect.session.manager.defaultSessionTimeout": f"{session_timeout_s:.0f}s",
                     "spark.connect.session.manager.maintenanceInterval": "1s",
                     "spark.connect.progress.reportInterval": "200ms",
-                    "spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1",
+                    "spark.driver.extraJavaOptions": SHORT_LIVED,
                     "spark.driver.memory": "2g",
                 },
             )

@@ -30,7 +30,8 @@ from bridge.errors import (
 )
 from bridge.tables.fetch import fetch
 from bridge.tables.prepare import prepare
-from tests.processes import busy_cores
+from tests.cluster import SHORT_LIVED
+from tests.processes import busy_cores, eventually
 
 EPOCH = dt.datetime(1970, 1, 1)
 MOMENTS = [
@@ -154,12 +155,20 @@ def test_a_table_made_again_is_not_reused(engine: Any, tmp_path: Path) -> None:
 # --- large rows, large results
 
 
+@pytest.fixture(scope="module")
+def large() -> dict[tuple[str, int], str]:
+    """The names of tables of large rows, which each engine makes once for both routes."""
+    return {}
+
+
 @pytest.mark.parametrize(("num_rows", "row_bytes"), [(2_000, 150 << 10), (40, 4 << 20)])
-def test_large_rows(engine: Any, num_rows: int, row_bytes: int, route: str, tmp_path: Path) -> None:
-    frame = engine.spark.range(num_rows).selectExpr(
-        "id", f"CAST(concat(CAST(id AS STRING), repeat('x', {row_bytes})) AS BINARY) AS raw"
-    )
-    name = engine.save(frame)
+def test_large_rows(
+    engine: Any, large: dict[tuple[str, int], str], num_rows: int, row_bytes: int, route: str, tmp_path: Path
+) -> None:
+    if (engine.name, num_rows) not in large:
+        raw = f"CAST(concat(CAST(id AS STRING), repeat('x', {row_bytes})) AS BINARY) AS raw"
+        large[engine.name, num_rows] = engine.save(engine.spark.range(num_rows).selectExpr("id", raw))
+    name = large[engine.name, num_rows]
 
     table = engine.load(name, route=route, volume=tmp_path)
 
@@ -170,7 +179,6 @@ def test_large_rows(engine: Any, num_rows: int, row_bytes: int, route: str, tmp_
             seen.add(id_)
     assert table.num_rows == num_rows
     assert seen == set(range(num_rows))
-    engine.spark.sql(f"DROP TABLE {name}")
 
 
 def _even(engine: Any, num_rows: int) -> Any:
@@ -200,23 +208,19 @@ def test_a_stopped_collect_does_not_run_on(engine: Any) -> None:
     with pytest.raises(TableTooLargeError, match="takes more than"):
         engine.load(long, max_bytes="1MiB", route="collect")
 
-    assert time.monotonic() - began < 30
-    _wait_until(lambda: busy_cores() < 0.5)
+    assert time.monotonic() - began < 60
+    eventually(lambda: busy_cores() < 0.5)
     assert _operations_of(engine) == 0
     # the same questions while an operation does run
     runner = threading.Thread(target=_swallow, args=(_endless(engine.spark).collect,))
     runner.start()
-    _wait_until(lambda: busy_cores() > 0.5)
-    _wait_until(lambda: _operations_of(engine) == 1)
-    runner.join(30)
+    try:
+        eventually(lambda: busy_cores() > 0.5)
+        eventually(lambda: _operations_of(engine) == 1)
+    finally:
+        engine.spark.interruptAll()  # else it would keep all that follow waiting
+        runner.join(60)
     assert not runner.is_alive()
-
-
-def _wait_until(holds: Callable[[], bool], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
 
 
 def _operations_of(engine: Any) -> int:
@@ -455,7 +459,8 @@ def spare_server() -> Iterator[Any]:
     """A server of our own to be ill-treated, with a small maxResultSize."""
     from bridge.spark.engines.apache import start_server
 
-    server = start_server("local[2]", spark_jars=None, extra_conf={"spark.driver.maxResultSize": "1m"})
+    conf = {"spark.driver.maxResultSize": "1m", "spark.driver.extraJavaOptions": SHORT_LIVED}
+    server = start_server("local[2]", spark_jars=None, extra_conf=conf)
     yield server
     server.stop()
 
@@ -546,7 +551,7 @@ def test_a_silent_server_ends_a_collect(spare_server: Any, spare: Any) -> None:
         finally:
             java.resume()
     # the interrupt has waited for the server, so that nothing runs on
-    _wait_until(lambda: not spare.interruptAll())
+    eventually(lambda: not spare.interruptAll())
     assert spare.range(3).count() == 3
 
 
@@ -555,7 +560,8 @@ def test_a_silent_server_ends_a_collect(spare_server: Any, spare: Any) -> None:
 def test_a_server_that_dies_ends_a_collect() -> None:
     from bridge.spark.engines.apache import start_server
 
-    server = start_server("local[2]", spark_jars=None)
+    conf = {"spark.driver.extraJavaOptions": SHORT_LIVED}
+    server = start_server("local[2]", spark_jars=None, extra_conf=conf)
     try:
         with contextmanager(_session_of)(server) as spark, _while_collecting(_java(server).kill) as since:
             with pytest.raises(EngineUnavailableError, match="DataFrame: the server went away"):
