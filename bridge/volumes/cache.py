@@ -159,9 +159,13 @@ class FileCache:
         while True:
             if time.monotonic() < ledger.full_until:
                 raise _UnservedError(self._fullness())
+            is_new = not ledger.is_tagged
             try:
-                if not is_cache(self.folder):
-                    make_cache(self.folder)
+                if is_new:
+                    if not is_cache(self.folder):
+                        make_cache(self.folder)
+                    os.makedirs(self._files, mode=0o700, exist_ok=True)
+                    ledger.is_tagged = True
                 with hold_folder(copy.folder, fcntl.LOCK_EX, grows=copy.path, make=True):
                     is_whole = copy.is_whole()
                     if not is_whole:
@@ -171,6 +175,9 @@ class FileCache:
             except (VolumeError, ChangedError):
                 raise
             except OSError as exc:
+                if isinstance(exc, FileNotFoundError) and not is_new:
+                    ledger.is_tagged = False  # somebody deleted the whole cache
+                    continue
                 if exc.errno not in _NO_ROOM:
                     raise _UnservedError(f"it cannot be used: {exc.strerror}") from exc
                 with ledger.lock:
@@ -182,16 +189,19 @@ class FileCache:
                 is_last = True
 
     def _fill(self, copy: Copy, source: Source) -> None:
-        empty(copy.folder)  # of what a killed process left
         try:
             self._make_room(copy)
-            os.mkdir(os.path.dirname(copy.path))
+            try:
+                os.mkdir(os.path.dirname(copy.path))
+            except FileExistsError:
+                empty(copy.folder)  # of what a killed process left
+                os.mkdir(os.path.dirname(copy.path))
             with open(copy.path, "xb", buffering=0) as file:
-                for block in source.blocks():
-                    write(file, block)
+                for number, block in enumerate(source.blocks()):
                     # others may fill the disk at the same time
-                    if self._free_bytes() < self.min_free_bytes:
+                    if number and self._free_bytes() < self.min_free_bytes:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    write(file, block)
             # Not flushed to the disk. After a crash of the machine, a copy whose bytes were lost is too short, as file
             # systems note the length after the bytes; they would not if the room were allocated beforehand.
             with open(copy.record_path, "xb", buffering=0) as file:
@@ -397,6 +407,7 @@ class _Ledger:
         self.room = 0  # up to max_bytes, at the last scan
         self.unscanned = 0  # bytes that this process copied since
         self.full_until = 0.0
+        self.is_tagged = False  # whether the folder was seen to be a cache
         self.has_warned = False
 
 

@@ -13,6 +13,7 @@ from bridge.errors import VolumeError
 
 _SCHEME = re.compile(r"^([a-z][a-z0-9+.-]*):(?=/)", re.IGNORECASE)
 _LOCAL_SCHEMES = ("file", "local")
+_LOCAL_KINDS = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"}
 # Readers expand these in a path, Spark's as much as glob.
 _GLOB = re.compile(r"[?*\[\]{}]")
 
@@ -125,6 +126,21 @@ def refuse_glob(place: Place) -> None:
             f"{place.name} cannot hold exports: readers expand ? * [ ] {{ }} in a path.\n"
             "  Choose a folder without them."
         )
+
+
+def is_local(folder: Path) -> bool:
+    """Return whether a folder lies on a disk or in memory of this machine; False where that is not known."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+        real = os.path.realpath(folder)
+    except OSError:
+        return False
+    best, kind = "", ""
+    for line in mounts:
+        point = line.split()[4].encode().decode("unicode_escape")
+        if len(point) >= len(best) and (real == point or real.startswith(point.rstrip("/") + "/")):
+            best, kind = point, line.partition(" - ")[2].split()[0]
+    return kind in _LOCAL_KINDS
 
 
 def is_mounted(volume: str) -> bool:

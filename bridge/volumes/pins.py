@@ -37,13 +37,12 @@ def hold_folder(folder: str, how: int, *, grows: str | None = None, make: bool =
         make: Whether the folder is made.
 
     Raises:
-        FileNotFoundError: There is no such folder.
+        FileNotFoundError: There is no such folder, or none to make it in.
         BlockingIOError: Somebody else holds the lock.
         StalledError: Somebody else holds the lock, and does nothing.
     """
     for _ in range(_TRIES):
         if make:
-            os.makedirs(os.path.dirname(folder), mode=0o700, exist_ok=True)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(folder, 0o700)
         try:

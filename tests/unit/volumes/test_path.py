@@ -10,7 +10,7 @@ import bridge
 import bridge.volumes.path
 from bridge.config import data_folder
 from bridge.errors import VolumeError
-from bridge.volumes.path import Place, is_path, locate, refuse_glob
+from bridge.volumes.path import Place, is_local, is_path, locate, refuse_glob
 
 
 @pytest.mark.parametrize(
@@ -163,3 +163,9 @@ def test_what_is_like_a_path_is_taken(tmp_path: Path) -> None:
             return str(tmp_path)
 
     assert locate(Like()).local == tmp_path
+
+
+def test_a_folder_on_a_disk_is_local_and_what_is_not_known_is_not(tmp_path: Path) -> None:
+    assert is_local(tmp_path)
+    assert is_local(tmp_path / "not" / "there")
+    assert not is_local(Path("/proc"))
