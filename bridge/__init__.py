@@ -31,7 +31,7 @@ from bridge.errors import (
 
 if TYPE_CHECKING:
     from bridge.checkpoints.files import load_file, save_file
-    from bridge.checkpoints.manager import CheckpointManager
+    from bridge.checkpoints.manager import CheckpointManager, Restored
     from bridge.checkpoints.reader import UCVolumeReader
     from bridge.checkpoints.writer import UCVolumeWriter
     from bridge.columns.policies import (
@@ -91,6 +91,7 @@ __all__ = [
     "PolicyError",
     "PruneReport",
     "RankError",
+    "Restored",
     "SessionLostError",
     "SourceError",
     "SourceNotFoundError",
@@ -142,6 +143,7 @@ _HOMES = {
     "ParquetDataset": "bridge.loading.parquet",
     "Plan": "bridge.tables.plan",
     "PruneReport": "bridge.tables.retention",
+    "Restored": "bridge.checkpoints.manager",
     "Table": "bridge.tables.table",
     "UCVolumeDataset": "bridge.loading.files",
     "UCVolumeReader": "bridge.checkpoints.reader",
