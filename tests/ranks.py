@@ -1,12 +1,14 @@
 """Processes that are the ranks of a process group.
 
-`python -m tests.ranks <name> <argument>...` is one of them: it calls the function of that name in `tests.rank_calls`.
+`python -m tests.ranks <name> <argument>...` is one of them: it calls the function of that name in `tests.rank_calls`,
+or in the module of `tests` that the name begins with.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -38,7 +40,7 @@ def run_ranks(
     name: str, world_size: int, *arguments: str | os.PathLike[str], within_s: float = 120.0,
     environment: Mapping[str, str] | None = None,
 ) -> list[Ended]:  # fmt: skip
-    """Run a function of `tests.rank_calls` on so many ranks; none outlives the call."""
+    """Run a function of `tests.rank_calls`, or `module.function`, on so many ranks; none outlives the call."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world_size)}
     common |= {"LOCAL_WORLD_SIZE": str(world_size), "OMP_NUM_THREADS": "1", **(environment or {})}
     with contextlib.ExitStack() as stack:
@@ -98,6 +100,5 @@ def tables() -> list[pa.Table]:
 
 
 if __name__ == "__main__":
-    from tests import rank_calls
-
-    getattr(rank_calls, sys.argv[1])(*sys.argv[2:])
+    module, _, function = sys.argv[1].rpartition(".")
+    getattr(importlib.import_module(f"tests.{module or 'rank_calls'}"), function)(*sys.argv[2:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from bridge.checkpoints.layout import unpickled
 from bridge.config import load_settings
 from bridge.errors import CheckpointNotFoundError, CorruptFileError, VolumeError
-from bridge.volumes.commit import begin, complete_attempts, delete_attempt
+from bridge.volumes.commit import begin, collect_garbage, complete_attempts, delete_attempt, read_marker
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.stores import open_storage
 
@@ -45,9 +46,12 @@ def save_file(obj: Any, path: str | os.PathLike[str]) -> None:
                 raise
             raise VolumeError(f"{path} cannot be written: {exc.strerror or exc}.") from exc
         attempt.commit({"kind": _LABEL, "digest": digest_bytes(data)}, {_NAME: len(data)})
-    for older, _ in complete_attempts(storage, _LABEL):
-        if older.rank > attempt.attempt.rank:
-            delete_attempt(storage, older)
+    # the file itself stands whether or not that works
+    with contextlib.suppress(OSError):
+        for older, _ in complete_attempts(storage, _LABEL):
+            if older.rank > attempt.attempt.rank:
+                delete_attempt(storage, older)
+        collect_garbage(storage)
 
 
 def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> Any:
@@ -64,7 +68,11 @@ def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> Any
         try:
             data = storage.read(f"{attempt.name}/{_NAME}")
         except FileNotFoundError as exc:
+            if read_marker(storage, attempt.name) is None:
+                return load_file(path, map_location=map_location)  # saved anew meanwhile
             raise CorruptFileError(f"{where} is gone.\n  Save it again, or restore the file.") from exc
+        except OSError as exc:
+            raise VolumeError(f"{where} cannot be read: {exc.strerror or exc}.") from exc
         if digest_bytes(data) != marker.body["digest"]:
             raise CorruptFileError(
                 f"{where} is damaged: it is not what was saved.\n  Save it again, or restore the file."

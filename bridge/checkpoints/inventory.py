@@ -17,7 +17,7 @@ from bridge.checkpoints.blocks import Blocks
 from bridge.checkpoints.layout import Entry, Part, file_order, make_header, pickled, unpickled
 from bridge.checkpoints.opened import open_checkpoint
 from bridge.checkpoints.reader import UCVolumeReader
-from bridge.checkpoints.retention import Retention, Saved, delete_saved, list_saved
+from bridge.checkpoints.retention import Retention, Saved, delete_unheld, list_saved
 from bridge.checkpoints.writer import KIND, UCVolumeWriter
 from bridge.config import load_settings
 from bridge.errors import BridgeError, CheckpointError, CheckpointNotFoundError, VolumeError
@@ -152,7 +152,7 @@ def prune_checkpoints(
     doomed = [] if keep_last is None else Retention(keep_last, keep_every).doomed(list_saved(storage))
     if dry_run:
         return doomed, []
-    problems = delete_saved(storage, doomed)
+    problems = delete_unheld(storage, [one.attempt for one in doomed])
     collect_garbage(storage)
     return doomed, problems
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,7 +30,8 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 """The part [start, stop) of each dimension."""
 
 _ALIGNMENT = 64
-_PLAIN = (str, int, float, bool, type(None))
+_PLAIN = (str, bool, type(None))
+_MOST_BITS = 2000
 # https://github.com/huggingface/safetensors#format; other types of torch are stored as bytes
 _NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -113,7 +114,8 @@ class Index:
             "paths": self.paths,
             "files": [[file.name, file.num_bytes, file.data_start, file.digests] for file in self.files],
         }
-        return json.dumps(content, separators=(",", ":")).encode()
+        # text as it is, since two halves of a surrogate pair would come back as one character if they were escaped
+        return json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Index:
@@ -121,22 +123,44 @@ class Index:
 
         Raises:
             CheckpointError: It is of another format.
+            CorruptFileError: It is none.
         """
-        content = json.loads(data)
-        if content["format"] != FORMAT:
-            raise CheckpointError(
-                f"{where} has format {content['format']}; this version reads {FORMAT}.\n  Load it with a newer bridge."
+        try:
+            content = json.loads(data)
+            if content["format"] != FORMAT:
+                raise CheckpointError(
+                    f"{where} has format {content['format']}; this version reads {FORMAT}.\n"
+                    "  Load it with a newer bridge."
+                )
+            index = cls(
+                {
+                    name: Stored(_dtype(dtype), tuple(shape), tuple(map(_part, parts)))
+                    for name, (dtype, shape, parts) in content["tensors"].items()
+                },
+                content["values"],
+                {name: _part(part) for name, part in content["pickles"].items()},
+                content["paths"],
+                tuple(File(name, size, start, tuple(digests)) for name, size, start, digests in content["files"]),
             )
-        return cls(
-            {
-                name: Stored(getattr(torch, dtype), tuple(shape), tuple(map(_part, parts)))
-                for name, (dtype, shape, parts) in content["tensors"].items()
-            },
-            content["values"],
-            {name: _part(part) for name, part in content["pickles"].items()},
-            content["paths"],
-            tuple(File(name, size, start, tuple(digests)) for name, size, start, digests in content["files"]),
-        )
+            index._check()
+        except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as exc:
+            raise CorruptFileError(f"{where} is no index: {exc!r}.\n  Load another checkpoint.") from exc
+        return index
+
+    def _check(self) -> None:
+        """Raise ValueError where parts are not of a file of the checkpoint, or not in it."""
+        files = {file.name: file for file in self.files}
+        for file in self.files:
+            if "/" in file.name or len(file.digests) != 1 + -(-(file.num_bytes - file.data_start) // BLOCK_BYTES):
+                raise ValueError(file.name)
+        parts = [(part, stored) for stored in self.tensors.values() for part in stored.parts]
+        for part, stored in [*parts, *((part, None) for part in self.pickles.values())]:
+            file = files[part.file]
+            if not file.data_start <= part.start <= part.stop <= file.num_bytes:
+                raise ValueError(part)
+            sizes = [stop - start for start, stop in part.box]
+            if stored is not None and math.prod(sizes) * stored.dtype.itemsize != part.stop - part.start:
+                raise ValueError(part)
 
 
 @dataclass
@@ -148,6 +172,13 @@ class Leaf:
 
 def _listed(part: Part) -> list[Any]:
     return [part.file, part.start, part.stop, part.box]
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(name)
+    return dtype
 
 
 def _part(listed: list[Any]) -> Part:
@@ -182,7 +213,7 @@ def make_header(entries: Iterable[Entry]) -> tuple[bytes, list[tuple[int, int]]]
     for entry in entries:
         stop = start + entry.num_bytes
         known = entry.dtype in _NAMES
-        described[entry.name] = {
+        described[_free_name(entry.name, described)] = {
             "dtype": _NAMES[entry.dtype] if known else "U8",
             "shape": list(entry.shape) if known else [entry.num_bytes],
             "data_offsets": [start, stop],
@@ -193,6 +224,16 @@ def make_header(entries: Iterable[Entry]) -> tuple[bytes, list[tuple[int, int]]]
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     return header, [(len(header) + start, len(header) + stop) for start, stop in ranges]
+
+
+def _free_name(name: str, taken: Container[str]) -> str:
+    """Return a name as stock safetensors takes it: text that no other entry of the file has."""
+    free = name = name.encode("utf-8", "backslashreplace").decode()
+    number = 1
+    while free in taken:
+        number += 1
+        free = f"{name} ({number})"
+    return free
 
 
 def part_name(name: str, box: Box, shape: Sequence[int]) -> str:
@@ -206,7 +247,11 @@ def is_plain(value: Any) -> bool:
     """Return whether JSON gives a value back as it was."""
     if type(value) is dict:
         return all(type(key) is str for key in value) and all(map(is_plain, value.values()))
-    return all(map(is_plain, value)) if type(value) is list else type(value) in _PLAIN
+    if type(value) is list:
+        return all(map(is_plain, value))
+    if type(value) is int:
+        return value.bit_length() <= _MOST_BITS  # of more digits than Python wants to read, there are none
+    return math.isfinite(value) if type(value) is float else type(value) in _PLAIN
 
 
 def pickled(name: str, value: Any) -> bytes:
@@ -223,7 +268,7 @@ def pickled(name: str, value: Any) -> bytes:
     except Exception as exc:  # whatever pickling a value of anybody's class raises
         raise CheckpointError(
             f"{name!r} holds a {type(value).__module__}.{type(value).__qualname__}, which cannot be loaded again "
-            f"safely: {str(exc).partition(chr(10))[0]}\n"
+            f"safely: {_reason(exc)}.\n"
             "  Save numbers, text, lists, dicts and tensors, or allow its class: torch.serialization.add_safe_globals."
         ) from exc
     return buffer.getvalue()
@@ -239,6 +284,12 @@ def unpickled(data: bytes | memoryview, where: str, map_location: Any = "cpu") -
         return torch.load(io.BytesIO(data), weights_only=True, map_location=map_location)
     except Exception as exc:  # of bytes that somebody made to harm
         raise CorruptFileError(
-            f"{where} is refused: {str(exc).partition(chr(10))[0]}\n"
+            f"{where} is refused: {_reason(exc)}.\n"
             "  If you trust who wrote it, allow its class: torch.serialization.add_safe_globals."
         ) from exc
+
+
+def _reason(exc: Exception) -> str:
+    """Return what torch met; the rest of its text advises to run whatever it is."""
+    met = str(exc).rpartition("WeightsUnpickler error:")[2].strip()
+    return met.partition("\n")[0].partition(" by default.")[0].rstrip(".")

@@ -6,7 +6,8 @@ restore      rank 0: which are complete, newest first ── all ranks: one is r
 
 from __future__ import annotations
 
-import atexit
+import contextlib
+import operator
 import os
 import signal
 import threading
@@ -24,22 +25,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from bridge.checkpoints.layout import Leaf
+from bridge.checkpoints.opened import open_checkpoint
 from bridge.checkpoints.reader import UCVolumeReader
-from bridge.checkpoints.retention import Mode, Retention, Saved, delete_saved, list_saved
+from bridge.checkpoints.retention import Mode, Retention, Saved, delete_unheld, list_saved
 from bridge.checkpoints.staging import Staging
 from bridge.checkpoints.state import RunState
 from bridge.checkpoints.writer import UCVolumeWriter
 from bridge.config import load_settings
 from bridge.distributed import from_rank_0, on_every_rank, own_group, rank, world_size
-from bridge.errors import CheckpointError, CorruptFileError, VolumeError
+from bridge.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError, VolumeError
 from bridge.volumes.commit import attempts
 from bridge.volumes.storage import Storage
 from bridge.volumes.stores import open_storage
 
 _GROUP = "bridge checkpoints"
 _SIGNALS = "bridge signals"
-_VALUES = "values"
+# what makes a step unreadable, so that the next older one is tried
+_DAMAGE = (CorruptFileError, VolumeError, CheckpointNotFoundError)
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,12 @@ class CheckpointManager:
         self._staging = Staging()
         self._threads: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
+        self._is_waited_for = False
         self._protected: set[str] = set()
+        self._damaged: dict[str, int] = {}
         self._is_told = threading.Event()
-        self._handler: Any = None
-        self._at_exit = partial(_tell_failed, weakref.ref(self))
+        self._earlier_handler: Any = None
+        self._handler_pid: int | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -132,19 +136,19 @@ class CheckpointManager:
     ) -> None:
         if error is None:
             self.close()
-        elif self._running is not None:
-            self._running.exception()  # waited for; the error that is on its way says more
+            return
+        with contextlib.suppress(CheckpointError):  # the error that is on its way says more
+            self.close()
 
     def should_save(self, step: int) -> bool:
         """Return whether this step is to be saved: the same on every rank.
 
         It is, where the step is a multiple of `every`, or any rank got SIGTERM; `should_stop` then says so too.
         """
-        if self._handles_sigterm and self._handler is None and threading.current_thread() is threading.main_thread():
-            self._handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._handle_sigterm()
         told = self._is_told.is_set()
         if world_size() > 1:
-            flag = torch.tensor(int(told))
+            flag = torch.tensor(int(told), device="cpu")
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=own_group(_SIGNALS))
             told = bool(flag)
         self.should_stop = self.should_stop or told
@@ -163,30 +167,42 @@ class CheckpointManager:
 
         Raises:
             CheckpointError: This save, or the one before that nobody waited for, failed; the same on every rank.
-            ValueError: `step` is negative, or a part has a name that is kept for ranks.
+            RankError: The ranks do not save the same step to the same root.
+            ValueError: `step` is no whole number or negative, or a part has a name that is kept for ranks.
         """
-        if isinstance(step, bool) or step < 0:
-            raise ValueError(f"step is {step}; give 0 or more.")
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = -1
+        if isinstance(step, bool) or number < 0:
+            raise ValueError(f"step is {step}; give a whole number, 0 or more.")
         if self._when_busy == "skip" and not self.should_stop and from_rank_0(self._is_busy, what="save: busy?"):
             return False
         self.wait()
         group = own_group(_GROUP) if world_size() > 1 else None
-        facts = {"step": int(step), "metrics": {name: float(value) for name, value in (metrics or {}).items()}}
 
-        def copied() -> dict[str, Any]:
-            run = RunState(state)
-            made = {**run.shared(), f"rank_{rank()}": Leaf(run.of_rank())}
-            if rank() == 0:
-                made[_VALUES] = Leaf(run.values())
-            return self._staging.stage(made) if self._is_async else made
+        def copied() -> tuple[dict[str, Any], dict[str, Any]]:
+            facts = {"step": number, "metrics": {name: float(value) for name, value in (metrics or {}).items()}}
+            # a thread has no default device, and neither has what is saved
+            with torch.device("cpu"):
+                made = RunState(state).saved()
+                return self._staging.stage(made) if self._is_async else made, facts
 
-        write = partial(self._write, on_every_rank(copied, what=f"save of step {step}"), facts, group)
+        try:
+            made, facts = on_every_rank(copied, what=f"save of step {number} to {self.root}")
+        except BaseException:
+            self._staging.give_back()
+            raise
+        write = partial(self._write, made, facts, group)
         if not self._is_async:
             write()
             return True
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, "bridge-checkpoint")
-            atexit.register(self._at_exit)
+        if not self._is_waited_for:
+            # not atexit, before which no pool takes work any more, those that complete a save included
+            threading._register_atexit(_finish, weakref.ref(self))  # type: ignore[attr-defined]
+            self._is_waited_for = True
         self._running = self._threads.submit(write)
         return True
 
@@ -197,25 +213,28 @@ class CheckpointManager:
             CheckpointError: It failed; the same on every rank.
         """
         if self._running is not None:
-            running, self._running = self._running, None
-            running.result()
+            try:
+                self._running.result()
+            finally:
+                if self._running.done():  # and not where the wait was interrupted
+                    self._running = None
 
     def close(self) -> None:
-        """Wait, and give back memory and the handling of SIGTERM.
+        """Wait, and give back memory and, in the main thread, the handling of SIGTERM.
 
         Raises:
             CheckpointError: As in `wait`.
         """
-        if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
-            self._handler = None
+        if self._handler_pid is not None and threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
+                signal.signal(signal.SIGTERM, self._earlier_handler)
+            self._handler_pid = None
         try:
             self.wait()
         finally:
             if self._threads is not None:
                 self._threads.shutdown()
                 self._threads = None
-                atexit.unregister(self._at_exit)
             self._staging.close()
 
     def steps(self) -> list[int]:
@@ -230,33 +249,33 @@ class CheckpointManager:
         global position. Values go into `state`, if it can be written to, and into the result.
 
         Raises:
-            CheckpointError: Steps are there and none is whole, or the state does not fit to what was saved; the same on
-                every rank. Then nothing of the state has changed, unless the message says so.
+            CheckpointError: Steps are there and none is whole, or the state does not fit to what was saved: parts are
+                missing on either side, or of another shape or type. The same on every rank. Then nothing of the state
+                has changed, unless the message says so.
+            RankError: The ranks do not restore from the same root.
+            VolumeError: The root cannot be read.
         """
         self.wait()
-        found, begun = from_rank_0(self._found, what="restore_latest")
-        skipped: list[tuple[int, str]] = []
+        found, begun = from_rank_0(self._found, what=f"restore_latest of {self.root}")
+        skipped: list[tuple[Saved, str]] = []
         for saved in found:
             try:
-                restored = self._restore(saved, state)
-            except CheckpointException as exc:
-                reasons = {type(reason) for reason, _ in exc.failures.values()}
-                if not all(issubclass(reason, CorruptFileError | VolumeError) for reason in reasons):
-                    raise CheckpointError(f"step {saved.step} of {self.root} cannot be loaded: {_told(exc)}") from exc
-                skipped.append((saved.step, _told(exc)))
+                with torch.device("cpu"):
+                    values = self._restore(saved, state)
+            except _DAMAGE as exc:
+                skipped.append((saved, _reason(exc)))
                 continue
             self._protected = {saved.attempt.name}
+            self._damaged = {one.attempt.name: one.step for one, _ in skipped}
             if skipped:
-                warnings.warn(
-                    f"{self.root}: step {saved.step} was restored, since "
-                    + "; ".join(f"step {step} is damaged: {reason}" for step, reason in skipped),
-                    stacklevel=2,
-                )
+                told = "; ".join(f"step {one.step} is damaged: {reason}" for one, reason in skipped)
+                warnings.warn(f"{self.root}: step {saved.step} was restored, since {told}", stacklevel=2)
             return Restored(
-                saved.step, saved.attempt.name, saved.world_size, restored, self._random(saved), tuple(skipped)
-            )
+                saved.step, saved.attempt.name, saved.world_size, values, _random(saved),
+                tuple((one.step, reason) for one, reason in skipped),
+            )  # fmt: skip
         if skipped:
-            listed = "\n  ".join(f"step {step}: {reason}" for step, reason in skipped)
+            listed = "\n  ".join(f"step {one.step}: {reason}" for one, reason in skipped)
             raise CheckpointError(
                 f"no step of {self.root} can be read:\n  {listed}\n  Restore the files, or begin anew in another root."
             )
@@ -279,7 +298,7 @@ class CheckpointManager:
         writer = UCVolumeWriter(self.root, facts=facts, label=f"step{facts['step']}")
         try:
             _save_state_dict(state, writer, group, no_dist=group is None)
-        except CheckpointException as exc:
+        except (CheckpointException, RuntimeError) as exc:
             raise CheckpointError(
                 f"step {facts['step']} could not be saved to {self.root}: {_told(exc)}\n"
                 "  The steps that were saved before are as they were."
@@ -288,61 +307,112 @@ class CheckpointManager:
             writer.close()
             self._staging.give_back()
         if rank() == 0:
-            self._delete_old()
+            self._delete_old(facts["step"], writer.attempt)
 
-    def _delete_old(self) -> None:
+    def _delete_old(self, step: int, attempt: str | None) -> None:
         """Delete what no rule keeps; the save itself stands whether or not that works."""
+        # newer ones that were passed over neither count, nor stay when the run has come that far again
+        self._damaged = {name: other for name, other in self._damaged.items() if other > step}
         try:
             storage = self._storage()
-            problems = delete_saved(storage, self._retention.doomed(list_saved(storage), self._protected))
-        except VolumeError as exc:
+            counted = [one for one in list_saved(storage) if one.attempt.name not in self._damaged]
+            protected = {*self._protected, *([attempt] if attempt else [])}
+            doomed = self._retention.doomed(counted, protected)
+            problems = delete_unheld(storage, [one.attempt for one in doomed])
+        except OSError as exc:
             problems = [str(exc)]
         for problem in problems:
-            warnings.warn(f"an old checkpoint stays: {problem}", stacklevel=2)
+            with contextlib.suppress(UserWarning):  # where warnings are errors, rank 0 would be alone with it
+                warnings.warn(f"an old checkpoint stays: {problem}", stacklevel=2)
 
     def _restore(self, saved: Saved, state: Mapping[str, Any]) -> dict[str, Any]:
-        run = RunState(state)
+        """Restore a save, and return its values.
+
+        Raises:
+            CorruptFileError: Or VolumeError, or CheckpointNotFoundError: it is damaged.
+            CheckpointError: The state does not fit to it, or a rank was lost.
+        """
         group = own_group(_GROUP) if world_size() > 1 else None
-        is_same = saved.world_size == world_size()
-        source = rank() if is_same or rank() < saved.world_size else 0
-        mine, first = f"rank_{source}", "rank_0"
-        wanted: dict[str, Any] = {**run.shared(), mine: Leaf(None), first: Leaf(None), _VALUES: Leaf(None)}
-        reader = UCVolumeReader(f"{self.root.rstrip('/')}/{saved.attempt.name}")
-        _load_state_dict(wanted, reader, group, no_dist=group is None)
-        run.load_shared(wanted)
-        of_rank = wanted[mine] if is_same else {**wanted[first], "random": wanted[mine]["random"]}
-        run.load_of_rank(of_rank, with_random=rank() < saved.world_size)
-        if rank() >= saved.world_size:
-            torch.manual_seed(torch.initial_seed() + saved.step + rank())
-        values: dict[str, Any] = wanted[_VALUES]
+        path = f"{self.root.rstrip('/')}/{saved.attempt.name}"
+        what = f"step {saved.step} of {self.root} cannot be loaded"
+        run = RunState(state)
+
+        def wanted() -> dict[str, Any]:
+            opened = open_checkpoint(path)
+            if opened.index is None:
+                raise CorruptFileError(f"{path} has no index any more.")
+            return run.wanted(opened.index, saved.world_size)
+
+        def load() -> dict[str, Any]:
+            return run.load(chosen, step=saved.step, saved_world_size=saved.world_size)
+
+        try:
+            chosen = on_every_rank(wanted, what=f"plan of {path}")
+            _load_state_dict(chosen, UCVolumeReader(path), group, no_dist=group is None)
+        except BaseException as exc:
+            run.undo()
+            if isinstance(exc, CheckpointException):
+                if all(isinstance(reason, _DAMAGE) for reason, _ in exc.failures.values()):
+                    # what was found when it was read once more, to fill tensors
+                    is_late = exc.args[0] == "read"
+                    raise CorruptFileError(_told(exc) + "; parts of the state have changed" * is_late) from exc
+                raise CheckpointError(f"{what}: {_told(exc)}") from exc
+            if isinstance(exc, RuntimeError) and not isinstance(exc, _DAMAGE):
+                raise CheckpointError(f"{what}: {_told(exc)}") from exc
+            raise
+        values = on_every_rank(load, what=f"load of {path}")
         if isinstance(state, MutableMapping):
-            state.update({name: value for name, value in values.items() if name in run.values()})
+            state.update({name: value for name, value in values.items() if name in run.values})
         return values
 
-    def _random(self, saved: Saved) -> str:
-        if saved.world_size == world_size():
-            return "as it was on every rank"
-        if saved.world_size > world_size():
-            return f"as it was on ranks 0 to {world_size() - 1} of {saved.world_size}"
-        return f"as it was on ranks 0 to {saved.world_size - 1}; seeded anew on the others"
+    def _handle_sigterm(self) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        if self._handles_sigterm and self._handler_pid is None and is_main:
+            # None is a handler that Python did not set, and cannot set again
+            self._earlier_handler = signal.signal(signal.SIGTERM, self._on_sigterm) or signal.SIG_DFL
+            self._handler_pid = os.getpid()
 
     def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        self._is_told.set()
+        if os.getpid() == self._handler_pid:
+            self._is_told.set()
+            return
+        # a process that was forked ends as it would have without us
+        signal.signal(signal.SIGTERM, self._earlier_handler)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _told(exc: CheckpointException) -> str:
+def _random(saved: Saved) -> str:
+    if saved.world_size == world_size():
+        return "as it was on every rank"
+    if saved.world_size > world_size():
+        return f"as it was on ranks 0 to {world_size() - 1} of {saved.world_size}"
+    return f"as it was on ranks 0 to {saved.world_size - 1}; seeded anew on the others"
+
+
+def _told(exc: BaseException) -> str:
     """Return why ranks failed, each reason once."""
+    if isinstance(exc, CheckpointError):
+        return str(exc)
+    if not isinstance(exc, CheckpointException):
+        return f"a rank was lost: {exc}"
     reasons: dict[str, list[int]] = {}
     for number, (reason, _) in sorted(exc.failures.items()):
-        text = str(reason) if isinstance(reason, CheckpointError | CorruptFileError | VolumeError) else repr(reason)
+        is_told = isinstance(reason, CheckpointError | CorruptFileError | VolumeError)
+        text = str(reason).partition("\n")[0].rstrip(".") if is_told else f"{type(reason).__name__}: {reason}"
         reasons.setdefault(text, []).append(number)
     if world_size() == 1:
         return "; ".join(reasons)
     return "; ".join(f"rank {', '.join(map(str, numbers))}: {text}" for text, numbers in reasons.items())
 
 
-def _tell_failed(reference: weakref.ref[CheckpointManager]) -> None:
-    """Tell of a save that failed and that nobody waited for, when the interpreter ends."""
+def _reason(exc: Exception) -> str:
+    """Return the first line of an error, and of which rank it is."""
+    text = str(exc).partition("\n")[0].rstrip(".")
+    return f"{text} ({notes[0].rstrip('.')})" if (notes := getattr(exc, "__notes__", [])) else text
+
+
+def _finish(reference: weakref.ref[CheckpointManager]) -> None:
+    """Wait for a save when the interpreter ends, and tell where it failed and nobody waited for it."""
     manager = reference()
     if manager is not None and manager._running is not None and (error := manager._running.exception()) is not None:
         warnings.warn(f"a save failed, and nobody waited for it: {error}", stacklevel=1)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from bridge.checkpoints.layout import INDEX, Index
+from bridge.checkpoints.writer import KIND
 from bridge.config import load_settings
-from bridge.errors import CheckpointNotFoundError, CorruptFileError
+from bridge.errors import CheckpointNotFoundError, CorruptFileError, VolumeError
 from bridge.volumes.commit import Marker, attempts, complete_attempts, read_marker
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.hold import Hold, hold_attempt
@@ -62,7 +63,8 @@ def open_checkpoint(path: str) -> Opened:
         parent, _, name = str(path).rstrip("/").rpartition("/")
         held = open_storage(parent or "/", volume_root=load_settings().volume_root) if name else storage
         return Opened(storage, "", marker, read_index(storage, "", marker), hold_attempt(held, name))
-    found = next(complete_attempts(storage), None)
+    # other things may be kept there too
+    found = next((one for one in complete_attempts(storage) if one[1].body.get("kind") == KIND), None)
     if found is not None:
         attempt, marker = found
         hold = hold_attempt(storage, attempt.name)
@@ -79,12 +81,15 @@ def read_index(storage: Storage, name: str, marker: Marker) -> Index:
 
     Raises:
         CorruptFileError: It is damaged or gone.
+        VolumeError: It cannot be read.
     """
     where = f"{storage}/{name}/{INDEX}" if name else f"{storage}/{INDEX}"
     try:
         data = storage.read(f"{name}/{INDEX}" if name else INDEX)
     except FileNotFoundError as exc:
         raise CorruptFileError(f"{where} is gone.\n  Load another checkpoint, or restore the file.") from exc
+    except OSError as exc:
+        raise VolumeError(f"{where} cannot be read: {exc.strerror or exc}.\n  See that the volume answers.") from exc
     if digest_bytes(data) != marker.body.get("index"):
         raise CorruptFileError(
             f"{where} is damaged: it is not what the marker was written for.\n  Load another checkpoint."

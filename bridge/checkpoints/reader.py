@@ -27,12 +27,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from bridge.checkpoints.blocks import Blocks
+from bridge.checkpoints.blocks import Blocks, Piece
 from bridge.checkpoints.layout import Box, Index, Part, unpickled
 from bridge.checkpoints.opened import Opened, open_checkpoint
 from bridge.config import available_memory
 from bridge.distributed import local_world_size
 from bridge.errors import CheckpointError, LossyConversionError
+from bridge.volumes.path import is_local
 
 _MOST_NAMED = 10
 
@@ -57,7 +58,7 @@ class UCVolumeReader(StorageReader):
         path: The folder.
         cast: Whether tensors of other types than were saved are filled all the same, rounded where they must be.
         max_bytes: How much may be kept in memory between the check and the filling; None: half of what is free, shared
-            with the other ranks of this machine.
+            with the other ranks of this machine, and nothing of files on its own disk, which are sooner read twice.
 
     Raises, when it loads, on every rank, within torch's CheckpointException:
         CheckpointNotFoundError: There is none that is complete.
@@ -78,6 +79,7 @@ class UCVolumeReader(StorageReader):
         self._error: Exception | None = None
         self._blocks: Blocks | None = None
         self._stock: Any = None
+        self._metadata = Metadata({})
 
     @property
     def attempt(self) -> str | None:
@@ -102,12 +104,14 @@ class UCVolumeReader(StorageReader):
     def _read_metadata(self) -> Metadata:
         self._opened = open_checkpoint(self.path)
         if self._opened.index is not None:
-            return _metadata(self._opened.index)
+            self._metadata = _metadata(self._opened.index)
+            return self._metadata
         from bridge.checkpoints.stock import StockReader
 
         self._stock = StockReader(self._opened.folder())
         stock: Metadata = self._stock.read_metadata()
-        return stock
+        self._metadata = replace(stock, state_dict_metadata=_Entries(stock.state_dict_metadata))
+        return self._metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Raise what was wrong with the checkpoint."""
@@ -119,22 +123,17 @@ class UCVolumeReader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Read and check all that this rank needs."""
         assert self._opened is not None
-        if self._opened.index is None:
-            return plan
-        index = self._opened.index
-        there = index.tensors.keys() | index.values.keys() | index.pickles.keys()
+        there = self._metadata.state_dict_metadata.keys()
         missing = tuple(item.storage_index.fqn for item in plan.items if item.storage_index.fqn not in there)
         items = [item for item in plan.items if item.storage_index.fqn in there]
-        limit = available_memory() // (2 * local_world_size()) if self._max_bytes is None else self._max_bytes
-        self._blocks = Blocks(self._opened, limit)
-        self._blocks.check([_extent(index, item) for item in items])
+        if (index := self._opened.index) is not None:
+            self._blocks = Blocks(self._opened, self._limit())
+            self._blocks.check([_extent(index, item) for item in items])
         return replace(plan, items=items, storage_data=_Told(self._opened.address, missing))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """See that all ranks read the same save, and tell all what is missing on any."""
-        told = [plan.storage_data for plan in plans]
-        if not all(isinstance(one, _Told) for one in told):
-            return plans
+        told: list[_Told] = [plan.storage_data for plan in plans]
         for rank, one in enumerate(told):
             if one.attempt != told[0].attempt:
                 raise CheckpointError(
@@ -146,9 +145,6 @@ class UCVolumeReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors of this rank."""
-        if self._stock is not None:
-            return self._stock.read_data(plan, planner)  # type: ignore[no-any-return]
-        index, blocks = self._known()
         told: _Told = plan.storage_data
         if told.missing and not getattr(planner, "allow_partial_load", False):
             more = f" and {len(told.missing) - _MOST_NAMED} more" if len(told.missing) > _MOST_NAMED else ""
@@ -159,30 +155,48 @@ class UCVolumeReader(StorageReader):
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item).detach() for item in tensors]
         if not self._cast:
-            _check_types(index, tensors, targets)
-        for item, target in zip(tensors, targets, strict=True):
-            part = _extent(index, item)
-            source = blocks.tensor(part, index.tensors[item.storage_index.fqn].dtype)
-            target.copy_(_boxed(source, _chunk(index, item), item))
+            _check_types(self._metadata, tensors, targets)
+        if self._stock is not None:
+            return self._stock.read_data(plan, planner)  # type: ignore[no-any-return]
+        index, blocks = self._known()
+        # before any tensor changes: one may be refused
+        values = [(item, self._value(item)) for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        parts = [_extent(index, item) for item in tensors]
+        straight = _straight(blocks, index, tensors, parts, targets)
+        blocks.fill(straight.values())
+        for number, (item, part, target) in enumerate(zip(tensors, parts, targets, strict=True)):
+            if number not in straight:
+                source = blocks.tensor(part, index.tensors[item.storage_index.fqn].dtype)
+                target.copy_(_boxed(source, _chunk(index, item), item))
             planner.commit_tensor(item, target)
-        for item in plan.items:
-            if item.type == LoadItemType.BYTE_IO:
-                buffer = io.BytesIO()
-                torch.save(self._value(item.storage_index.fqn), buffer)
-                buffer.seek(0)
-                planner.load_bytes(item, buffer)
+        for item, value in values:
+            planner.load_bytes(item, value)
         self._blocks = None
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _value(self, name: str) -> Any:
-        """Return a value that is no tensor. The planner loads it with pickle, so it gets bytes that were made here."""
+    def _value(self, item: ReadItem) -> io.BytesIO:
+        """Return what the planner, which uses pickle, may load: bytes that were made here of a value."""
         index, blocks = self._known()
+        name = item.storage_index.fqn
         if name in index.values:
-            return index.values[name]
-        data = blocks.tensor(index.pickles[name], torch.uint8)
-        return unpickled(data.numpy().tobytes(), f"{name!r} of {self.attempt}")
+            value = index.values[name]
+        else:
+            data = blocks.tensor(index.pickles[name], torch.uint8)
+            value = unpickled(data.numpy().tobytes(), f"{name!r} of {self.attempt}")
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        return buffer
+
+    def _limit(self) -> int:
+        """Return how much is kept. What lies on a disk of this machine is read twice sooner than kept."""
+        assert self._opened is not None
+        if self._max_bytes is not None:
+            return self._max_bytes
+        folder = self._opened.storage.folder
+        return 0 if folder is not None and is_local(folder) else available_memory() // (2 * local_world_size())
 
     def _known(self) -> tuple[Index, Blocks]:
         assert self._opened is not None
@@ -265,11 +279,51 @@ def _boxed(rows: torch.Tensor, part: Part, item: ReadItem) -> torch.Tensor:
     return shaped
 
 
-def _check_types(index: Index, items: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> None:
+def _straight(
+    blocks: Blocks, index: Index, items: Sequence[ReadItem], parts: Sequence[Part], targets: Sequence[torch.Tensor]
+) -> dict[int, Piece]:
+    """Return which items can be read straight into their tensors: bytes that were not kept, and that need no change."""
+    found: dict[int, Piece] = {}
+    stop: dict[str, int] = {}
+    alone = _alone(targets)
+    for number in sorted(alone, key=lambda number: (parts[number].file, parts[number].start)):
+        item, part, target = items[number], parts[number], targets[number]
+        is_same = (
+            target.dtype == index.tensors[item.storage_index.fqn].dtype and target.nbytes == part.stop - part.start
+        )
+        if (
+            is_same and target.nbytes and target.device.type == "cpu" and target.is_contiguous()
+            and not target.is_conj() and not target.is_neg()
+            and part.start >= stop.get(part.file, 0) and not blocks.keeps(part)
+        ):  # fmt: skip
+            memory = target.view(-1).view(torch.uint8).numpy()
+            found[number] = Piece(part.file, part.start, memoryview(memory))  # type: ignore[arg-type]
+            stop[part.file] = part.stop
+    return found
+
+
+def _alone(targets: Sequence[torch.Tensor]) -> set[int]:
+    """Return which tensors share no byte with another: several threads fill them, and digest what they hold then."""
+    shared: set[int] = set()
+    last, end = -1, 0
+    for number in sorted(range(len(targets)), key=lambda number: targets[number].data_ptr()):
+        start, target = targets[number].data_ptr(), targets[number]
+        stop = start + target.element_size() * (
+            1 + sum((size - 1) * step for size, step in zip(target.shape, target.stride(), strict=True))
+        )
+        if target.nbytes and start < end:
+            shared |= {last, number}
+        if target.nbytes and stop > end:
+            last, end = number, stop
+    return set(range(len(targets))) - shared
+
+
+def _check_types(metadata: Metadata, items: Sequence[ReadItem], targets: Sequence[torch.Tensor]) -> None:
+    saved: Any = metadata.state_dict_metadata
     wrong = {
-        item.storage_index.fqn: (index.tensors[item.storage_index.fqn].dtype, target.dtype)
+        item.storage_index.fqn: (saved[item.storage_index.fqn].properties.dtype, target.dtype)
         for item, target in zip(items, targets, strict=True)
-        if index.tensors[item.storage_index.fqn].dtype != target.dtype
+        if saved[item.storage_index.fqn].properties.dtype != target.dtype
     }
     if wrong:
         shown = [f"{name} ({saved}, not {asked})" for name, (saved, asked) in wrong.items()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +27,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which saves are kept: the last ones, those of every so many steps, and the best by a metric.
+    """Which saves are kept: the last to be made, those of every so many steps, and the best by a metric.
 
     Attributes:
         best: Name of the metric and whether "min" or "max" of it is best.
@@ -44,13 +44,13 @@ class Retention:
             saved: Complete ones, in any order.
             protected: Names of attempts that are in use.
         """
-        newest: dict[int, Saved] = {}
-        for one in sorted(saved, key=lambda one: one.attempt.rank, reverse=True):
-            newest[one.step] = one  # of a step that was saved twice, what readers pick
-        steps = sorted(newest)
-        kept = set(steps[-max(1, self.keep_last) :])
+        newest: dict[int, Saved] = {}  # of a step that was saved twice, what readers pick
+        for one in sorted(saved, key=lambda one: one.attempt.rank):
+            newest.setdefault(one.step, one)
+        # the last to be made: after a fallback, a step may be less than that of a damaged one
+        kept = set(list(newest)[: max(1, self.keep_last)])
         if self.keep_every:
-            kept |= {step for step in steps if step % self.keep_every == 0}
+            kept |= {step for step in newest if step % self.keep_every == 0}
         if (best := self.best_of(list(newest.values()))) is not None:
             kept.add(best.step)
         stay = {newest[step].attempt.name for step in kept} | set(protected)
@@ -83,22 +83,20 @@ def list_saved(storage: Storage) -> list[Saved]:
     return sorted(found, key=lambda one: (-one.step, one.attempt.rank))
 
 
-def delete_saved(storage: Storage, doomed: Sequence[Saved]) -> list[str]:
-    """Delete saves, their markers first; return why some could not be. Those that are read just now go later.
+def delete_unheld(storage: Storage, doomed: Iterable[Attempt]) -> list[str]:
+    """Delete attempts, their markers first; return why some could not be. Those that are read just now go later.
 
     A reader that opens one at this moment fails with an error that names it.
     """
     problems: list[str] = []
-    if not doomed:
-        return problems
-    now_ns = storage_time_ns(storage)
-    held = count_holders(storage, now_ns=now_ns, grace_s=GRACE_S)
-    for one in doomed:
+    attempts = list(doomed)
+    held = count_holders(storage, now_ns=storage_time_ns(storage), grace_s=GRACE_S) if attempts else {}
+    for attempt in attempts:
         try:
-            if one.attempt.attempt_id in held:
-                withdraw_attempt(storage, one.attempt)  # its files are garbage when nobody reads them
+            if attempt.attempt_id in held:
+                withdraw_attempt(storage, attempt)  # its files are garbage when nobody reads them
             else:
-                delete_attempt(storage, one.attempt)
+                delete_attempt(storage, attempt)
         except VolumeError as exc:
             problems.append(str(exc))
     return problems

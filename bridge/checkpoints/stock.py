@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import pickle
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from bridge.checkpoints.layout import unpickled
@@ -46,7 +47,9 @@ class StockReader(FileSystemReader):
         """
         path = self._folder / ".metadata"
         try:
-            metadata: Metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+            metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+            if not isinstance(metadata, Metadata):
+                raise TypeError(f"it holds a {type(metadata).__name__}")
         except CorruptFileError:
             raise
         except Exception as exc:  # of bytes that are anything
@@ -54,11 +57,33 @@ class StockReader(FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of this rank."""
-        return super().read_data(plan, _Careful(planner, str(self._folder)))  # type: ignore[arg-type]
+        """Fill the tensors of this rank, when all values were loaded safely.
+
+        Raises:
+            CorruptFileError: A value would run code.
+        """
+        values = _Values(str(self._folder))
+        kinds = {kind: replace(plan, items=[item for item in plan.items if item.type == kind]) for kind in LoadItemType}
+        super().read_data(kinds[LoadItemType.BYTE_IO], values)  # type: ignore[arg-type]
+        done = super().read_data(kinds[LoadItemType.TENSOR], planner)
+        for item, value in values.loaded:
+            planner.load_bytes(item, value)
+        return done
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    # the one that is written in Python, which lets us see what would be changed
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        """Give an object its attributes; those of a class are not for a file to change."""
+        changed = self.stack[-2]  # type: ignore[attr-defined]
+        if isinstance(changed, type):
+            raise CorruptFileError(f".metadata would change {changed!r}: it is refused.\n  Do not load it.")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _ALLOWED.get(module, ()):
@@ -69,19 +94,16 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-class _Careful:
-    """A planner whose values were loaded here before, by what runs no code of others."""
+class _Values:
+    """Takes values as a planner does, loads them by what runs no code of others, and keeps bytes made of them here."""
 
-    def __init__(self, planner: LoadPlanner, where: str) -> None:
-        self._planner = planner
+    def __init__(self, where: str) -> None:
+        self.loaded: list[tuple[ReadItem, io.BytesIO]] = []
         self._where = where
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
-
     def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
-        """Load a value safely, and hand on bytes that were made here."""
+        """Load a value safely."""
         made = io.BytesIO()
         torch.save(unpickled(value.getvalue(), f"{item.storage_index.fqn!r} of {self._where}"), made)
         made.seek(0)
-        self._planner.load_bytes(item, made)
+        self.loaded.append((item, made))

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -40,11 +41,12 @@ from bridge.checkpoints.layout import (
     part_name,
     pickled,
 )
+from bridge.checkpoints.retention import delete_unheld
 from bridge.checkpoints.staging import Staging
 from bridge.config import load_settings
-from bridge.distributed import Told
-from bridge.errors import CheckpointError
-from bridge.volumes.commit import OpenAttempt, begin, collect_garbage
+from bridge.distributed import Told, world_size
+from bridge.errors import CheckpointError, VolumeError
+from bridge.volumes.commit import OpenAttempt, begin, collect_garbage, complete_attempts
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.storage import Storage, is_transient
 from bridge.volumes.stores import open_storage
@@ -53,7 +55,10 @@ KIND = "checkpoint"
 
 _FILE_BYTES = 4 << 30
 _TRIES = 3
+# how long a thread may take to end after torch told that its save has failed
+_ENDING_S = 1.0
 _MOST_NAMED = 10
+_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 Bytes: TypeAlias = memoryview
 
@@ -69,10 +74,10 @@ class UCVolumeWriter(StorageWriter):
     """Writes distributed checkpoints to a volume or any other folder, for `torch.distributed.checkpoint.save`.
 
     A save is seen when it is complete, and not before; until then, and where it fails, readers get what was saved
-    before. Each rank writes its part into few files of safetensors, with a digest for each 4 MiB. Values that are no
-    tensors are kept as JSON or, where JSON does not hold them, pickled in the way that torch loads without running
-    code. It may be used again for the next save, and for `async_save`, for which it also copies the state into memory
-    that it uses again; not for two saves at a time.
+    before, which is deleted then, or when nobody reads it any more. Each rank writes its part into few files of
+    safetensors, with a digest for each 4 MiB. Values that are no tensors are kept as JSON or, where JSON does not hold
+    them, pickled in the way that torch loads without running code. It may be used again for the next save, and for
+    `async_save`, for which it also copies the state into memory that it uses again; not for two saves at a time.
 
     Args:
         path: A folder for the saves of one thing, such as a step of a run. Made where it is missing.
@@ -105,10 +110,19 @@ class UCVolumeWriter(StorageWriter):
             self.path = os.fspath(checkpoint_id)
 
     def storage_meta(self) -> None:
-        """Begin a save: of all, torch asks for this first, and on every rank. What an earlier one left is deleted."""
-        if self._save is not None:
-            self._save.end()
-        self._save = _Save(self.path)
+        """Begin a save: of all, torch asks for this first, and on every rank. What an earlier one left is deleted.
+
+        Raises:
+            CheckpointError: Another thread is saving with this.
+        """
+        with self._lock:
+            if self._save is not None:
+                if self._save.is_running():
+                    raise CheckpointError(
+                        "this UCVolumeWriter is writing another save.\n  Wait for it, or make another."
+                    )
+                self._save.end()
+            self._save = _Save(self.path)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin the attempt, on the coordinator."""
@@ -130,16 +144,21 @@ class UCVolumeWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the files of this rank."""
         assert self._save is not None
-        if not self._lock.acquire(blocking=False):
-            raise CheckpointError("this UCVolumeWriter is writing another save.\n  Wait for it, or make another.")
         try:
             results = self._save.write(plan, planner)
         finally:
-            self._staging.give_back()
-            self._lock.release()
+            self._give_back(plan, planner)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
+
+    def _give_back(self, plan: SavePlan, planner: SavePlanner) -> None:
+        """Let staged memory be used again, if it is what was written, and not what is to be written next."""
+        planned = (item for item in plan.items if item.tensor_data is not None and item.tensor_data.chunk.sizes.numel())
+        if (item := next(planned, None)) is not None:
+            written: Any = planner.resolve_data(item)
+            if self._staging.holds(written):
+                self._staging.give_back()
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the save complete.
@@ -162,7 +181,8 @@ class UCVolumeWriter(StorageWriter):
         """Return whether it is a path."""
         return isinstance(checkpoint_id, str | os.PathLike)
 
-    # torch's AsyncStager, which a writer that has these methods is taken for
+    # torch's AsyncStager, which a writer is taken for that has all of its attributes, this one too
+    _synchronize_after_execute = False
 
     @property
     def should_synchronize_after_execute(self) -> bool:
@@ -171,10 +191,16 @@ class UCVolumeWriter(StorageWriter):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of a state in memory that is used again."""
+        with self._lock:
+            if self._save is not None and self._save.thread is threading.current_thread():
+                self._save.is_over = True  # this thread would not be here if it were not
         return self._staging.stage(state_dict)
 
     def synchronize_staging(self) -> None:
         """Return at once."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(UCVolumeWriter, self.path, facts=self._facts, label=self._label), ()
 
 
 class _Save:
@@ -182,6 +208,8 @@ class _Save:
 
     def __init__(self, path: str) -> None:
         self.complete: str | None = None
+        self.thread = threading.current_thread()  # torch makes all calls of a save in one
+        self.is_over = False
         self._path = path
         self._told = Told(f"checkpoint {path}")
         self._stack = contextlib.ExitStack()
@@ -189,6 +217,13 @@ class _Save:
         self._rank = 0
         # a writer that is dropped after a failure leaves no lease behind
         self._finalizer = weakref.finalize(self, _end_aside, self._stack)
+
+    def is_running(self) -> bool:
+        """Return whether another thread is in the middle of this save, as far as can be told."""
+        if self.is_over or self.thread is threading.current_thread():
+            return False
+        self.thread.join(_ENDING_S)
+        return self.thread.is_alive() and not self.is_over
 
     def begin(self, is_coordinator: bool, rank: int, label: str) -> None:
         """Begin the attempt, on the coordinator."""
@@ -201,11 +236,24 @@ class _Save:
 
     def end(self) -> None:
         """Delete what was not completed."""
+        self.is_over = True
         self._finalizer.detach()
         self._stack.close()
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write the planned entries, and return what became of each, and the files."""
+        try:
+            with self._translated():
+                results = self._write(plan, planner)
+        except BaseException:
+            self.is_over = True
+            if world_size() == 1:  # others may be writing yet
+                self.end()
+            raise
+        self.is_over = self._attempt is None
+        return results
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         folder = self._attempt.name if self._attempt else self._told.ask()
         results, entries = [], []
         for item in plan.items:
@@ -248,6 +296,21 @@ class _Save:
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]], facts: Mapping[str, Any]) -> None:
         """Write the index, and make the attempt complete."""
+        try:
+            with self._translated():
+                self._finish(metadata, results, facts)
+        finally:
+            self.end()
+        self._told.forget()
+        assert self._attempt is not None
+        # what this takes the place of, and what killed writers left; it stands whether or not that works
+        with contextlib.suppress(OSError):
+            mine = self._attempt.attempt
+            older = [one for one, _ in complete_attempts(self._storage, mine.label) if one.rank > mine.rank]
+            delete_unheld(self._storage, older)
+            collect_garbage(self._storage)
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]], facts: Mapping[str, Any]) -> None:
         assert self._attempt is not None
         index = _index(metadata, [result for some in results for result in some])
         data = index.encode()
@@ -259,11 +322,17 @@ class _Save:
         }  # fmt: skip
         self._attempt.commit(body, {**sizes, INDEX: len(data)})
         self.complete = self._attempt.name
-        self.end()
-        self._told.forget()
-        # what killed writers left; the checkpoint itself stands whether or not that works
-        with contextlib.suppress(OSError):
-            collect_garbage(self._storage)
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except VolumeError:
+            raise
+        except OSError as exc:
+            raise VolumeError(
+                f"{self._path} cannot be written: {exc.strerror or exc}.\n  What was saved before is as it was."
+            ) from exc
 
 
 @dataclass(frozen=True)
@@ -280,7 +349,9 @@ class _Piece:
         if self.data is not None:
             return memoryview(self.data)
         tensor: Any = planner.resolve_data(self.item)  # type: ignore[arg-type]
-        tensor = tensor.detach().cpu().contiguous()
+        if tensor.is_meta:
+            raise CheckpointError(f"{self.index.fqn!r} is on the device meta, and holds nothing that could be saved.")
+        tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
         if tensor.dtype != self.entry.dtype or tuple(tensor.shape) != tuple(self.entry.shape):
             raise CheckpointError(
                 f"{self.index.fqn!r} is {tensor.dtype} {list(tensor.shape)}, planned as {self.entry.dtype} "
@@ -293,8 +364,10 @@ def _piece(item: WriteItem) -> _Piece:
     data = item.tensor_data
     assert data is not None
     name, dtype = item.index.fqn, data.properties.dtype
-    if data.properties.layout != torch.strided or dtype.itemsize == 0:
+    if data.properties.layout != torch.strided:
         raise CheckpointError(f"{name!r} is a tensor of layout {data.properties.layout}.\n  Save it with to_dense().")
+    if dtype in _QUANTIZED:
+        raise CheckpointError(f"{name!r} is quantized.\n  Save its int_repr(), and its scale and zero point with it.")
     box = tuple(
         (start, start + size) for start, size in zip(data.chunk.offsets, data.chunk.sizes, strict=True)
     )  # fmt: skip
@@ -365,6 +438,7 @@ def _index(metadata: Metadata, results: Sequence[WriteResult]) -> Index:
             result.storage_data.box if isinstance(result.storage_data, Part) else (),
         ): result.storage_data
         for result in results
+        if not isinstance(result.storage_data, File)
     }
     tensors, values, pickles, missing = {}, {}, {}, []
     for name, planned in metadata.state_dict_metadata.items():
