@@ -123,7 +123,6 @@ class CheckpointManager:
         self._running: Future[None] | None = None
         self._is_waited_for = False
         self._protected: set[str] = set()
-        self._damaged: dict[str, int] = {}
         self._is_told = threading.Event()
         self._earlier_handler: Any = None
         self._handler_pid: int | None = None
@@ -266,7 +265,6 @@ class CheckpointManager:
                 skipped.append((saved, _reason(exc)))
                 continue
             self._protected = {saved.attempt.name}
-            self._damaged = {one.attempt.name: one.step for one, _ in skipped}
             if skipped:
                 told = "; ".join(f"step {one.step} is damaged: {reason}" for one, reason in skipped)
                 warnings.warn(f"{self.root}: step {saved.step} was restored, since {told}", stacklevel=2)
@@ -307,17 +305,13 @@ class CheckpointManager:
             writer.close()
             self._staging.give_back()
         if rank() == 0:
-            self._delete_old(facts["step"], writer.attempt)
+            self._delete_old()
 
-    def _delete_old(self, step: int, attempt: str | None) -> None:
+    def _delete_old(self) -> None:
         """Delete what no rule keeps; the save itself stands whether or not that works."""
-        # newer ones that were passed over neither count, nor stay when the run has come that far again
-        self._damaged = {name: other for name, other in self._damaged.items() if other > step}
         try:
             storage = self._storage()
-            counted = [one for one in list_saved(storage) if one.attempt.name not in self._damaged]
-            protected = {*self._protected, *([attempt] if attempt else [])}
-            doomed = self._retention.doomed(counted, protected)
+            doomed = self._retention.doomed(list_saved(storage), self._protected)
             problems = delete_unheld(storage, [one.attempt for one in doomed])
         except OSError as exc:
             problems = [str(exc)]

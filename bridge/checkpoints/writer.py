@@ -17,22 +17,19 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from bridge.checkpoints.layout import (
-    BLOCK_BYTES,
     INDEX,
-    Box,
     Entry,
     File,
     Index,
-    Leaf,
     Part,
     Stored,
     file_order,
@@ -41,6 +38,7 @@ from bridge.checkpoints.layout import (
     part_name,
     pickled,
 )
+from bridge.checkpoints.pieces import Piece, by_file, file_bytes, piece_of, value_of
 from bridge.checkpoints.retention import delete_unheld
 from bridge.checkpoints.staging import Staging
 from bridge.config import load_settings
@@ -53,14 +51,10 @@ from bridge.volumes.stores import open_storage
 
 KIND = "checkpoint"
 
-_FILE_BYTES = 4 << 30
 _TRIES = 3
 # how long a thread may take to end after torch told that its save has failed
 _ENDING_S = 1.0
 _MOST_NAMED = 10
-_QUANTIZED = {torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4}
-
-Bytes: TypeAlias = memoryview
 
 
 @dataclass(frozen=True)
@@ -258,21 +252,21 @@ class _Save:
         results, entries = [], []
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                value = _value(planner, item)
+                value = value_of(planner, item)
                 if is_plain(value):
                     results.append(WriteResult(item.index, 0, _Value(value)))
                     continue
                 data = pickled(item.index.fqn, value)
-                entries.append(_Piece(Entry(item.index.fqn, torch.uint8, (len(data),)), item.index, (), data))
+                entries.append(Piece(Entry(item.index.fqn, torch.uint8, (len(data),)), item.index, (), data))
             else:
-                entries.append(_piece(item))
+                entries.append(piece_of(item))
         self._storage.make_folder(folder)
-        for number, some in enumerate(_by_file(sorted(entries, key=lambda piece: file_order(piece.entry)))):
+        for number, some in enumerate(by_file(sorted(entries, key=lambda piece: file_order(piece.entry)))):
             results += self._write_file(folder, f"rank-{self._rank:05d}.{number}", some, planner)
         return results
 
     def _write_file(
-        self, folder: str, stem: str, pieces: Sequence[_Piece], planner: SavePlanner
+        self, folder: str, stem: str, pieces: Sequence[Piece], planner: SavePlanner
     ) -> list[WriteResult]:  # fmt: skip
         header, ranges = make_header(piece.entry for piece in pieces)
         for attempt in range(_TRIES):
@@ -280,7 +274,7 @@ class _Save:
             name = f"{stem}{f'.{attempt}' if attempt else ''}.safetensors"
             digests: list[str] = []
             try:
-                self._storage.write(f"{folder}/{name}", _blocks(header, pieces, planner, digests))
+                self._storage.write(f"{folder}/{name}", file_bytes(header, pieces, planner, digests))
                 break
             except OSError as exc:
                 if attempt == _TRIES - 1 or not is_transient(exc):
@@ -333,97 +327,6 @@ class _Save:
             raise VolumeError(
                 f"{self._path} cannot be written: {exc.strerror or exc}.\n  What was saved before is as it was."
             ) from exc
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """An entry of a file, and where its bytes come from: `data`, or else the planner."""
-
-    entry: Entry
-    index: MetadataIndex
-    box: Box
-    data: bytes | None = None
-    item: WriteItem | None = None
-
-    def view(self, planner: SavePlanner) -> Bytes:
-        if self.data is not None:
-            return memoryview(self.data)
-        tensor: Any = planner.resolve_data(self.item)  # type: ignore[arg-type]
-        if tensor.is_meta:
-            raise CheckpointError(f"{self.index.fqn!r} is on the device meta, and holds nothing that could be saved.")
-        tensor = tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()
-        if tensor.dtype != self.entry.dtype or tuple(tensor.shape) != tuple(self.entry.shape):
-            raise CheckpointError(
-                f"{self.index.fqn!r} is {tensor.dtype} {list(tensor.shape)}, planned as {self.entry.dtype} "
-                f"{list(self.entry.shape)}: the state changed during the save.\n  Save a copy of it, or use async_save."
-            )
-        return memoryview(tensor.reshape(-1).view(torch.uint8).numpy()).cast("B")
-
-
-def _piece(item: WriteItem) -> _Piece:
-    data = item.tensor_data
-    assert data is not None
-    name, dtype = item.index.fqn, data.properties.dtype
-    if data.properties.layout != torch.strided:
-        raise CheckpointError(f"{name!r} is a tensor of layout {data.properties.layout}.\n  Save it with to_dense().")
-    if dtype in _QUANTIZED:
-        raise CheckpointError(f"{name!r} is quantized.\n  Save its int_repr(), and its scale and zero point with it.")
-    box = tuple(
-        (start, start + size) for start, size in zip(data.chunk.offsets, data.chunk.sizes, strict=True)
-    )  # fmt: skip
-    return _Piece(Entry(part_name(name, box, data.size), dtype, tuple(data.chunk.sizes)), item.index, box, item=item)
-
-
-def _value(planner: SavePlanner, item: WriteItem) -> Any:
-    """Return a value that is no tensor: itself, where the planner has it, else what it serialised."""
-    look_up = getattr(planner, "lookup_object", None)
-    if look_up is not None:
-        value = look_up(item.index)
-        return value.value if isinstance(value, Leaf) else value
-    data: Any = planner.resolve_data(item)
-    data.seek(0)
-    return torch.load(data, weights_only=True)
-
-
-def _by_file(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield the pieces of each file, of which there is one for each 4 GiB."""
-    some: list[_Piece] = []
-    filled = 0
-    for piece in pieces:
-        if some and filled + piece.entry.num_bytes > _FILE_BYTES:
-            yield some
-            some, filled = [], 0
-        some.append(piece)
-        filled += piece.entry.num_bytes
-    if some:
-        yield some
-
-
-def _blocks(header: bytes, pieces: Sequence[_Piece], planner: SavePlanner, digests: list[str]) -> Iterator[Bytes]:
-    """Yield a file front to back, its header, then blocks, each good until the next; note the digest of each."""
-    digests.append(digest_bytes(header))
-    yield memoryview(header)
-    block = memoryview(bytearray(min(BLOCK_BYTES, sum(piece.entry.num_bytes for piece in pieces))))
-    filled = 0
-    for piece in pieces:
-        view = piece.view(planner)
-        while view.nbytes:
-            if filled == 0 and view.nbytes >= BLOCK_BYTES:
-                digests.append(digest_bytes(view[:BLOCK_BYTES]))
-                yield view[:BLOCK_BYTES]
-                view = view[BLOCK_BYTES:]
-                continue
-            count = min(BLOCK_BYTES - filled, view.nbytes)
-            block[filled : filled + count] = view[:count]
-            filled += count
-            view = view[count:]
-            if filled == BLOCK_BYTES:
-                digests.append(digest_bytes(block))
-                yield block
-                filled = 0
-    if filled:
-        digests.append(digest_bytes(block[:filled]))
-        yield block[:filled]
 
 
 def _index(metadata: Metadata, results: Sequence[WriteResult]) -> Index:

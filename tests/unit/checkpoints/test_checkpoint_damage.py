@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import bridge
-from bridge.checkpoints import layout, writer
+from bridge.checkpoints import layout, pieces
 from bridge.checkpoints.layout import INDEX, Entry, File, Index, Part, make_header
 from bridge.errors import CheckpointNotFoundError, CorruptFileError
 from bridge.volumes.commit import Marker
@@ -48,7 +48,7 @@ class Harmful:
 def small_blocks() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "BLOCK_BYTES", BLOCK_BYTES)
-        patch.setattr(writer, "BLOCK_BYTES", BLOCK_BYTES)
+        patch.setattr(pieces, "BLOCK_BYTES", BLOCK_BYTES)
         yield
 
 
@@ -213,7 +213,7 @@ def test_a_folder_in_the_place_of_a_file_is_an_error_of_the_volume(folder: Path,
 
 def test_a_damaged_newer_save_does_not_become_an_older_one(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
-        dcp.save(state(value), storage_writer=bridge.UCVolumeWriter(tmp_path))
+        dcp.save(state(value), storage_writer=bridge.UCVolumeWriter(tmp_path, label=f"save{value:.0f}"))
     cut(attempt_of(tmp_path) / DATA)
 
     assert isinstance(refused(tmp_path), CorruptFileError)
@@ -221,7 +221,7 @@ def test_a_damaged_newer_save_does_not_become_an_older_one(tmp_path: Path) -> No
 
 def test_a_newer_save_without_a_whole_marker_is_as_if_it_was_killed(tmp_path: Path) -> None:
     for value in (1.0, 2.0):
-        dcp.save(state(value), storage_writer=bridge.UCVolumeWriter(tmp_path))
+        dcp.save(state(value), storage_writer=bridge.UCVolumeWriter(tmp_path, label=f"save{value:.0f}"))
     cut(attempt_of(tmp_path) / MARKER)
 
     assert raw(load(tmp_path, blank())) == raw(state(1.0))

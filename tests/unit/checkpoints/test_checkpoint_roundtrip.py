@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import gc
 import math
 import os
 import pickle
@@ -23,9 +24,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import bridge
-from bridge.checkpoints import layout, writer
+from bridge.checkpoints import layout, pieces
 from bridge.checkpoints.layout import is_plain
 from bridge.errors import CheckpointError, CheckpointNotFoundError, LossyConversionError, VolumeError
+from bridge.volumes.commit import attempts, collect_garbage, complete_attempts
+from bridge.volumes.stores import LocalStorage
+from tests.processes import eventually
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -433,7 +437,7 @@ def test_the_newest_save_is_read(tmp_path: Path) -> None:
 
 
 def test_an_attempt_is_read_by_its_own_path_also_where_it_was_copied_to(tmp_path: Path) -> None:
-    used = bridge.UCVolumeWriter(tmp_path / "a")
+    used = bridge.UCVolumeWriter(tmp_path / "a", label="first")
     dcp.save({"step": 1}, storage_writer=used)
     assert used.attempt is not None
     save(tmp_path / "a", {"step": 2})
@@ -441,6 +445,41 @@ def test_an_attempt_is_read_by_its_own_path_also_where_it_was_copied_to(tmp_path
     assert load(tmp_path / "a" / used.attempt, {"step": 0}) == {"step": 1}
     (tmp_path / "a" / used.attempt).rename(tmp_path / "copied")
     assert load(tmp_path / "copied", {"step": 0}) == {"step": 1}
+
+
+def test_a_save_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    for step in range(2):
+        save(tmp_path, {"step": step})
+
+    (left,) = attempts(LocalStorage(tmp_path))
+    assert load(tmp_path / left.name, {"step": None}) == {"step": 1}
+
+
+def test_saves_of_another_label_stay(tmp_path: Path) -> None:
+    for label in ("a", "b", "a"):
+        dcp.save({"label": label}, storage_writer=bridge.UCVolumeWriter(tmp_path, label=label))
+
+    assert [attempt.label for attempt in attempts(LocalStorage(tmp_path))] == ["a", "b"]
+
+
+def test_a_save_that_is_being_read_stays_until_it_is_read(tmp_path: Path) -> None:
+    class Planner(DefaultLoadPlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            save(tmp_path, {"x": torch.full((300,), 2.0)})
+            return super().finish_plan(new_plan)
+
+    save(tmp_path, {"x": torch.ones(300)})
+
+    state = load(tmp_path, {"x": torch.zeros(300)}, planner=Planner(), max_bytes=0)
+
+    assert state["x"].unique().tolist() == [1]
+    storage = LocalStorage(tmp_path)
+    assert len(attempts(storage)) == 2
+    assert len(list(complete_attempts(storage))) == 1
+    gc.collect()
+    eventually(lambda: not list(storage.list("_leases")))
+    collect_garbage(storage, grace_s=0)
+    assert len(attempts(storage)) == 1
 
 
 def test_torch_may_choose_the_folder(tmp_path: Path) -> None:
@@ -509,7 +548,7 @@ def test_saving_without_collectives_is_refused(tmp_path: Path) -> None:
 
 
 def test_files_are_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_FILE_BYTES", 1000)
+    monkeypatch.setattr(pieces, "_FILE_BYTES", 1000)
     saved = {f"t{number}": torch.rand(number * 20) for number in range(20)}
     save(tmp_path, saved)
 
