@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,6 @@ class FetchedAhead(Generic[T]):
     def __init__(
         self, items: Sequence[Any], fetch: Callable[[Any], T], *, num_threads: int, num_ahead: int, at_first: int = 1
     ) -> None:  # fmt: skip
-        self._pid = os.getpid()
         self._items = items
         self._fetch = fetch
         self._most = num_threads
@@ -49,6 +47,7 @@ class FetchedAhead(Generic[T]):
         self._cpu_s, self._since = 0.0, time.monotonic()
 
     def __enter__(self) -> Self:
+        self._unregister = atexit.unregister  # what is closed last of all finds no modules
         atexit.register(self.stop)
         with self._may_begin:
             self._start(self._at_first)
@@ -56,7 +55,7 @@ class FetchedAhead(Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        atexit.unregister(self.stop)
+        self._unregister(self.stop)
 
     @property
     def num_threads(self) -> int:
@@ -65,8 +64,8 @@ class FetchedAhead(Generic[T]):
 
     def stop(self) -> None:
         """End the threads, when each has fetched what it is at."""
-        if os.getpid() != self._pid:
-            return  # forked: it has none of them
+        if not any(thread.is_alive() for thread in self._threads):
+            return  # so where it was forked, maybe while one held the lock
         with self._may_begin:
             self._is_stopped = True
             self._may_begin.notify_all()
@@ -78,12 +77,12 @@ class FetchedAhead(Generic[T]):
         while self._asked < len(self._items):
             ready: list[T | BaseException] = []
             with self._is_ready:
-                self._may_begin.notify()
                 self._is_ready.wait_for(lambda: self._asked in self._done)
                 # also those behind it: a lock for each would cost more than the loop that they are for
                 while len(ready) < _MOST_AT_ONCE and self._asked in self._done:
                     ready.append(self._done.pop(self._asked))
                     self._asked += 1
+                self._may_begin.notify(len(ready))
             yield from ready
 
     def _work(self) -> None:

@@ -147,8 +147,8 @@ class _Span:
         self._chunks = chunks  # keeps the memory
         starts = np.array([chunk.buffers()[1].address + chunk.offset * width for chunk in chunks], np.int64)
         low, stop = int(starts.min()), int((starts + width * np.array([len(chunk) for chunk in chunks])).max())
-        self._values = np.frombuffer(pa.foreign_buffer(low, stop - low), f"u{width}")
         self._starts, odd = np.divmod(starts - low, width)
+        self._values = np.frombuffer(pa.foreign_buffer(low, (stop - low) // width * width), f"u{width}")
         self.is_aligned = not odd.any()
 
     @classmethod

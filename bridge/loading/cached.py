@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from bridge.columns.policies import mark_of
 from bridge.config import load_settings
+from bridge.loading.prefetch import mapped_ahead
 from bridge.volumes.cache import FileCache
 from bridge.volumes.stores import open_storage
 
@@ -57,7 +58,7 @@ def _fetched(paths: list[str | None], column: str, epoch: Epoch) -> list[str | N
 
     wanted = sorted({path for path in paths if path})
     with ThreadPoolExecutor(_THREADS, "bridge-files") as threads:
-        local = dict(zip(wanted, threads.map(fetch, wanted), strict=True))
+        local = dict(zip(wanted, mapped_ahead(threads, fetch, wanted, len(wanted)), strict=True))
     return [local[path] if path else path for path in paths]  # a mask puts "" in the place of NULL
 
 

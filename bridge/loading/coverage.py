@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -21,11 +20,10 @@ import torch
 from bridge import distributed
 from bridge.columns.policies import mark_of
 from bridge.display import format_count
-from bridge.distributed import on_every_rank
+from bridge.distributed import cpu_group, on_every_rank
 from bridge.errors import ConfigError
-from bridge.loading.dataset import Place
 from bridge.loading.loader import DataLoader
-from bridge.loading.order import num_steps, num_valid
+from bridge.loading.order import batch_rows, num_steps
 from bridge.loading.parquet import RowGroupDataset
 from bridge.loading.row_hash import Hashes, hash_rows, mix
 
@@ -33,7 +31,8 @@ T = TypeVar("T")
 
 _NAMED = 20
 _BLOCK_ROWS = 1 << 20
-_PART_ROWS = 1 << 16  # of a row group that become a batch
+_PART_ROWS = 1 << 16  # of a row group that become a batch, or of batches that are hashed at once
+_MOST_AT_ONCE = 64
 
 
 class Row(NamedTuple):
@@ -137,17 +136,19 @@ def verify_epoch(data: RowGroupDataset | DataLoader, batches: Iterable[Any] | No
         raise TypeError(
             f"data is a {type(data).__name__}{over}; give a ParquetDataset, or a DataLoader whose dataset is one."
         )
-    rank, world_size = dataset._world()
+    rank, world_size = dataset.rank_and_world_size()
     if world_size > 1 and (rank, world_size) != (distributed.rank(), distributed.world_size()):
         raise ConfigError(
             f"{dataset} is read as rank {rank} of {world_size}, and there is no process group of these ranks: one "
             "rank's rows prove nothing.\n  Call torch.distributed.init_process_group() on all ranks first."
         )
     what = f"verify_epoch({dataset})"
-    with _Ranks.of(world_size) as ranks:
-        check = _Check(dataset, ranks)
-        seen = ranks.each(lambda: check.seen(_epoch(data, dataset) if batches is None else batches), what)
-        return check.report(seen, what)
+    ranks = _Ranks(None if world_size == 1 else cpu_group())
+    check = _Check(dataset, ranks)
+    # a loop of somebody's may write into a batch when it gets the next one
+    at_once = _MOST_AT_ONCE if batches is None else 1
+    seen = ranks.each(lambda: check.seen(_epoch(data, dataset) if batches is None else batches, at_once), what)
+    return check.report(seen, what)
 
 
 class _Check:
@@ -168,25 +169,36 @@ class _Check:
         # of a rank's last batch, at most one row is padding: it repeats the one before it
         self._last_size, self._is_padded = 0, False
         if self._num_steps:
-            before = (self._num_steps - 1) * size * world_size
-            self._last_size = min(size, -(-(self._num_rows - before) // world_size))
-            valid = num_valid(
-                0, self._num_rows, batch_size=size, rank=ranks.rank, world_size=world_size, consumed=before
+            self._last_size, valid = batch_rows(
+                self._num_steps - 1, self._num_rows, batch_size=size, rank=ranks.rank, world_size=world_size, consumed=0
             )
             self._is_padded = valid < self._last_size
 
-    def seen(self, batches: Iterable[Any]) -> Hashes:
-        """Return a hash of each row of this rank's batches, without padding."""
+    def seen(self, batches: Iterable[Any], at_once: int) -> Hashes:
+        """Return a hash of each row of this rank's batches, without padding; `at_once` at the most wait for it."""
         made = bytearray()
-        steps = size = 0
+        steps, size = 0, self._dataset.rows_per_item
+        waiting: list[Any] = []
         for batch in batches:
-            hashes = hash_rows(batch, leave_out=self._leave_out)
-            made += hashes.tobytes()
-            steps, size = steps + 1, len(hashes)
+            waiting.append(batch)
+            steps += 1
+            if len(waiting) >= min(at_once, _PART_ROWS // max(1, size)):
+                size, waiting = self._add(made, waiting), []
+        if waiting:
+            size = self._add(made, waiting)
         # the epoch's last batch ends in it, wherever batches are missing or double before that one
         if self._is_padded and size == self._last_size and (steps >= self._num_steps or made[-16:-8] == made[-8:]):
             del made[-8:]
         return np.frombuffer(made, np.uint64)
+
+    def _add(self, made: bytearray, batches: list[Any]) -> int:
+        """Add hashes of rows; return how many rows the last batch has."""
+        num_rows = 0
+        for some in filter(None, (batches[:-1], batches[-1:])):
+            hashes = hash_rows(*some, leave_out=self._leave_out)
+            made += hashes.tobytes()
+            num_rows = len(hashes)
+        return num_rows
 
     def report(self, seen: Hashes, what: str) -> CoverageReport:
         """Return what all ranks find together."""
@@ -261,25 +273,6 @@ class _Ranks:
         self.rank = 0 if group is None else distributed.rank()
         self.size = 1 if group is None else distributed.world_size()
 
-    @classmethod
-    @contextmanager
-    def of(cls, world_size: int) -> Iterator[_Ranks]:
-        """Yield the ranks; over a group of their own where that of the training moves nothing in a CPU's memory."""
-        if world_size == 1:
-            yield cls(None)
-            return
-        import torch.distributed as dist
-
-        group: Any = dist.group.WORLD
-        if "cpu:gloo" in dist.get_backend_config():
-            yield cls(group)
-            return
-        group = dist.new_group(backend="gloo")
-        try:
-            yield cls(group)
-        finally:
-            dist.destroy_process_group(group)
-
     def each(self, call: Callable[[], T], what: str) -> T:
         """Return what a call returns here, when it has succeeded on all ranks."""
         return call() if self._group is None else on_every_rank(call, what=what)
@@ -311,14 +304,8 @@ class _Ranks:
 
 def _epoch(data: RowGroupDataset | DataLoader, dataset: RowGroupDataset) -> Iterator[Any]:
     """Yield the batches of a whole epoch, and bring the dataset back to the position that it had."""
-    place, pending, digest = dataset._place, dataset._pending, dataset._digest
-    here = pending or Place(place.epoch + dataset._is_finished)
-    dataset._set(Place(here.epoch))
-    try:
+    with dataset.set_aside():
         yield from data
-    finally:
-        dataset._set(here)
-        dataset._pending, dataset._digest = pending, digest
 
 
 def _totals(parts: Iterable[Hashes]) -> Hashes:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from functools import cached_property
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ from bridge import distributed
 from bridge.distributed import resolve_rank
 from bridge.errors import RankError
 from bridge.loading.agreement import agree
-from bridge.loading.order import Indices, num_valid
+from bridge.loading.order import batch_rows
+from bridge.loading.place import Listing, Pass, Place
 from bridge.loading.stats import Traffic
 
 STATE_FORMAT = 1
@@ -29,54 +30,7 @@ _MOST_WORKERS = 1024
 _HEAD = 6  # epoch, consumed, canonical_world_size, rank, world_size, the worker whose turn it is
 _SLOT = 4  # of each worker: passes begun since the head was written, item and made of its Pass, digest of its data
 _UNSET = -1
-
-
-@dataclass(frozen=True)
-class Listing:
-    """What there is to be ordered: the rows of each row group, and what is equal only for equal data."""
-
-    row_counts: Sequence[int] | Indices
-    digest: str
-
-    @cached_property
-    def num_rows(self) -> int:
-        """The rows of all row groups."""
-        return int(np.sum(self.row_counts))
-
-
-@dataclass(frozen=True)
-class Place:
-    """A position in an epoch: `consumed` positions are done.
-
-    Where a wrapper does not make one item of one, `items` tells for each worker how many items of the dataset under it
-    are done since `consumed`, and how many were made of the next ones; `next_worker` is the one whose turn it is, and
-    `of_rank` tells the rank and the world_size, for which alone this holds.
-    """
-
-    epoch: int
-    consumed: int = 0
-    canonical_world_size: int | None = None
-    items: tuple[tuple[int, int], ...] = ()
-    next_worker: int = 0
-    of_rank: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What one process iterates over: its rank's part of the order from `place` on, and its worker's part of that.
-
-    Attributes:
-        item: How many items of its part are left out at the start.
-        made: How many items a wrapper has made of those that come next, and which it is to leave out.
-    """
-
-    place: Place
-    rank: int
-    world_size: int
-    worker: int = 0
-    num_workers: int = 1
-    item: int = 0
-    made: int = 0
+_POSITION = ("run", "pulled", "_digest", "_place", "_is_finished", "_pending", "_must_be", "_running", "_led")
 
 
 class OrderedDataset(IterableDataset[Any]):
@@ -117,8 +71,10 @@ class OrderedDataset(IterableDataset[Any]):
         self._digest: str | None = None  # of the data that the position is in
         self._place = Place(0)
         self._is_finished = False
-        self._pending: Place | None = None  # where the next iteration begins, if a state said it
+        self._pending: Place | None = None  # where the next iteration begins, if that was said
+        self._must_be: str | None = None  # the digest of the data that this place is in, if a state said it
         self.run: Pass | None = None
+        self._running: Pass | None = None  # begun, and neither over nor left
         self._led: Pass | None = None  # begun by `lead`, and not yet iterated over
         # read by workers at each start, also by those that live on from epoch to epoch
         self._shared = torch.zeros(_HEAD + _SLOT * _MOST_WORKERS, dtype=torch.int64).share_memory_()
@@ -156,7 +112,10 @@ class OrderedDataset(IterableDataset[Any]):
         return self._place.epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, which begins at its start unless a state of that epoch was loaded."""
+        """Choose the epoch of the next iteration, which begins at its start unless a state of that epoch was loaded.
+
+        An iteration that has begun goes on as it is.
+        """
         if self._pending is None or self._pending.epoch != epoch:
             self._set(Place(epoch))
 
@@ -207,13 +166,11 @@ class OrderedDataset(IterableDataset[Any]):
             items=tuple((int(item), int(made)) for item, made in place.items),
             of_rank=None if place.of_rank is None else (place.of_rank[0], place.of_rank[1]),
         )
-        self._digest = state["digest"]
-        self._set(place)
-        self._pending = place
+        self._set(place, state["digest"])
 
     def __len__(self) -> int:
         """Items of an epoch on each rank, wherever the position is; under a process group, all ranks call it."""
-        return self._num_items(Pass(Place(0), *self._world()))
+        return self._num_items(Pass(Place(0), *self.rank_and_world_size()))
 
     def num_valid(self, step: int) -> int:
         """Return how many rows of a batch are real; those behind them repeat one, so that all ranks have as many.
@@ -221,11 +178,11 @@ class OrderedDataset(IterableDataset[Any]):
         Args:
             step: Counted from where the iteration began, so from 0 after a resume.
         """
-        run = self.run or Pass(self._pending or Place(0), *self._world())
-        return num_valid(
+        run = self.run or Pass(self._pending or Place(0), *self.rank_and_world_size())
+        return batch_rows(
             step, self.listing().num_rows, batch_size=self.batch_size or 1, rank=run.rank, world_size=run.world_size,
             consumed=run.place.consumed,
-        )  # fmt: skip
+        )[1]  # fmt: skip
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -248,7 +205,7 @@ class OrderedDataset(IterableDataset[Any]):
 
     def follow(self, run: Pass) -> None:
         """Let the next iteration in this process be a pass that `lead` began, whatever was called since."""
-        self.run = self._led = run
+        self.run = self._running = self._led = run
         self._place, self._is_finished = run.place, False
 
     def moved(self, run: Pass, items: int) -> None:
@@ -265,14 +222,37 @@ class OrderedDataset(IterableDataset[Any]):
         self._place = replace(run.place, items=tuple(items), next_worker=next_worker, of_rank=of_rank)
 
     def finish(self, run: Pass) -> None:
-        """Go on to the next epoch."""
-        self._set(Place(run.place.epoch + 1))
+        """Go on to the next epoch, where no other was chosen meanwhile."""
+        self._pending = self._pending or Place(run.place.epoch + 1)
+
+    def leave(self, run: Pass) -> None:
+        """Note that the loop over a pass is over, or was left."""
+        if self._running is run:
+            self._running = None
+            if self._pending is not None:
+                self._set(self._pending, self._must_be)
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Let the epoch of the next iteration be gone through, and bring the position back that there was."""
+        before = {name: getattr(self, name) for name in _POSITION}
+        told = self._shared.clone()
+        self._running = None
+        self._set(Place((self._pending or Place(self._place.epoch + self._is_finished)).epoch))
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+            self._shared.copy_(told)
 
     def _moving(self, run: Pass) -> Iterator[Any]:
-        for item in self._counted(run):
-            self.moved(run, self.pulled)
-            yield item
-        self.finish(run)
+        try:
+            for item in self._counted(run):
+                self.moved(run, self.pulled)
+                yield item
+            self.finish(run)
+        finally:
+            self.leave(run)
 
     def _counted(self, run: Pass) -> Iterator[Any]:
         self.pulled = run.item
@@ -281,12 +261,12 @@ class OrderedDataset(IterableDataset[Any]):
             yield item
 
     def _begin(self, num_workers: int = 1) -> Pass:
-        rank, world = self._world()
+        rank, world = self.rank_and_world_size()
         listing = self.listing()
         place = self._pending or Place(self._place.epoch + self._is_finished)
-        if self._pending and self._digest not in (None, listing.digest):
+        if self._must_be not in (None, listing.digest):
             raise ValueError(
-                f"the state was taken over other data than {self} holds now (digest {self._digest}, not "
+                f"the state was taken over other data than {self} holds now (digest {self._must_be}, not "
                 f"{listing.digest}).\n  Open the data that it was taken over, or begin an epoch: set_epoch()."
             )
         if place.items and len(place.items) != num_workers:
@@ -307,9 +287,10 @@ class OrderedDataset(IterableDataset[Any]):
                 "shuffle_window": self.shuffle_window, "epoch": place.epoch, "consumed": place.consumed,
                 "canonical_world_size": streams,
             })  # fmt: skip
-        self._digest, self._pending, self._is_finished, self._place = listing.digest, None, False, place
+        self._digest, self._pending, self._must_be = listing.digest, None, None
+        self._is_finished, self._place = False, place
         first = place.items[0] if place.items and num_workers == 1 else (0, 0)
-        self.run = Pass(place, rank, world, item=first[0], made=first[1])
+        self.run = self._running = Pass(place, rank, world, item=first[0], made=first[1])
         return self.run
 
     def _pass_of_worker(self, worker: int, num_workers: int) -> Pass:
@@ -319,7 +300,7 @@ class OrderedDataset(IterableDataset[Any]):
         begun, item, made, _ = slot.tolist()
         if rank == _UNSET:  # of torch's own loader: each pass after the first is of a next epoch
             slot[0] += 1
-            rank, world = self._world()
+            rank, world = self.rank_and_world_size()
             if begun:
                 epoch, consumed, streams, item, made = epoch + begun, 0, 0, 0, 0
         place = Place(epoch, consumed, streams or self.canonical_world_size or world)
@@ -336,12 +317,16 @@ class OrderedDataset(IterableDataset[Any]):
                 "  Call len(dataset) before the loader starts its workers, or use bridge.DataLoader."
             )
 
-    def _world(self) -> tuple[int, int]:
+    def rank_and_world_size(self) -> tuple[int, int]:
+        """Return those given, or those that this process has now."""
         return resolve_rank(self._rank, self._world_size)
 
-    def _set(self, place: Place) -> None:
-        self._place, self._pending, self._is_finished, self._led = place, None, False, None
-        self._tell(place)
+    def _set(self, place: Place, must_be: str | None = None) -> None:
+        self._pending, self._must_be = place, must_be
+        if self._running is None or self._running.place == self._place:  # no loop stands elsewhere
+            self._place, self._digest, self._is_finished, self._led = place, must_be or self._digest, False, None
+        if self._running is None:
+            self._tell(place)
 
     def _tell(self, place: Place, run: Pass | None = None) -> None:
         """Write what workers read when they begin."""
@@ -355,11 +340,11 @@ class OrderedDataset(IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         if multiprocessing.context.get_spawning_popen() is None:
-            return {**self.__dict__, "_led": None}
+            return {**self.__dict__, "_led": None, "_running": None}
         # a worker has no process group, and cannot ask the other ranks
         self.listing()
-        rank, world = self._world()
-        return {**self.__dict__, "_led": None, "_rank": rank, "_world_size": world}
+        rank, world = self.rank_and_world_size()
+        return {**self.__dict__, "_led": None, "_running": None, "_rank": rank, "_world_size": world}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -11,6 +11,7 @@ import itertools
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from bridge.loading.prefetch import made_ahead, mapped_ahead
 from bridge.loading.row_groups import RowGroups
 
 _READS = 3  # row groups at a time: bytes are read and checked, and rows moved, while others are decoded
+_COLUMNS = 64  # of which it is known at a time that they are to be gathered
 
 
 class Batches:
@@ -70,9 +72,10 @@ class Batches:
         with ThreadPoolExecutor(max(_READS, pa.cpu_count()), "bridge-decode") as threads:
             wanted, ahead = itertools.tee((taken, _wanted(taken)) for taken in windows)
             rows = mapped_ahead(threads, self._read, (part for _, window in ahead for part in window.parts), _READS)
+            each = partial(mapped_ahead, threads, depth=_COLUMNS)
             for taken, window in wanted:
                 tables = list(itertools.islice(rows, len(window.parts)))
-                yield taken, self._form.columns(tables, window.order, threads.map)
+                yield taken, self._form.columns(tables, window.order, each)
 
     def _read(self, part: _Part) -> pa.Table:
         rows = self._row_groups.read(part.group).slice(part.start, part.stop - part.start)

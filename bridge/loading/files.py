@@ -19,8 +19,9 @@ from bridge.distributed import from_rank_0
 from bridge.errors import RankError, VolumeError
 from bridge.loading.ahead import FetchedAhead
 from bridge.loading.cached import open_cache
-from bridge.loading.dataset import Listing, OrderedDataset, Pass, check_sizes
+from bridge.loading.dataset import OrderedDataset, check_sizes
 from bridge.loading.order import Indices, Order, padding
+from bridge.loading.place import Listing, Pass
 from bridge.loading.stats import Traffic
 from bridge.volumes.cache import Epoch, Fetched, FileCache, UncachedError
 from bridge.volumes.digest import digest_bytes
@@ -146,8 +147,8 @@ class UCVolumeDataset(OrderedDataset):
         return self._listing
 
     def _agreed_names(self) -> list[str]:
-        is_group = distributed.world_size() > 1 and self._world() == (distributed.rank(), distributed.world_size())
-        if not is_group:
+        group = distributed.rank(), distributed.world_size()
+        if group[1] == 1 or self.rank_and_world_size() != group:
             return self._found()
         if get_worker_info() is not None:
             raise RankError(

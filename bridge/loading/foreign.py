@@ -12,11 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from bridge.columns.rules import Policies, Rules
-from bridge.errors import CorruptFileError, SourceError
+from bridge.errors import CorruptFileError, SourceError, VolumeError
 from bridge.loading.row_groups import ParquetRowGroups
 from bridge.manifest import RowGroup, Shard, chunk_range
 from bridge.volumes.commit import Attempt
 from bridge.volumes.digest import digest_bytes
+from bridge.volumes.source import FolderSource
 from bridge.volumes.storage import with_retries
 
 _THREADS = 32  # they wait for the volume
@@ -65,44 +66,51 @@ def open_files(files: Sequence[Path], policies: Policies | None) -> ParquetRowGr
 def find_files(folder: Path, *, are_columns_named: bool) -> list[Path]:
     """Return the Parquet files under a folder, by name; hidden ones and those that begin with `_` are left out.
 
+    Links are followed, but for those to a folder in which they lie.
+
     Raises:
         FileNotFoundError: There is none.
         SourceError: The folder is a Delta table, holds exports, or has columns in the names of its folders.
+        VolumeError: A link leads to nothing, or something is neither a file nor a folder.
     """
-    found = sorted(_walk(folder, are_columns_named))
+    found = sorted(_walk(FolderSource(folder), folder, "", are_columns_named))
     if not found:
         raise FileNotFoundError(f"{folder} holds no Parquet file (*.parquet).\n  Give the folder or the files that do.")
     return found
 
 
-def _walk(folder: Path, are_columns_named: bool) -> Iterator[Path]:
+def _walk(source: FolderSource, root: Path, name: str, are_columns_named: bool) -> Iterator[Path]:
+    folder = root / name
     try:
-        entries = list(os.scandir(folder))
+        entries = list(source.list(name))
     except NotADirectoryError as exc:
         raise FileNotFoundError(f"{folder} is neither a folder nor a file that ends in .parquet.") from exc
-    for entry in entries:
-        if entry.name == "_delta_log":
+    for found in entries:
+        path = root / found.name
+        if path.name == "_delta_log":
             raise SourceError(
                 f"{folder} is a Delta table: its files also hold rows that were deleted or replaced.\n"
                 f"  Load it: bridge.load_table({str(folder)!r}).to_loader(...)."
             )
-        if entry.name.startswith((".", "_")):
+        if path.name.startswith((".", "_")) or found.is_loop:
             continue
-        if not entry.is_dir():
-            if entry.name.endswith((".parquet", ".parq")):
-                yield Path(entry.path)
+        if found.problem:
+            raise VolumeError(f"{path} is {found.problem}.\n  Remove it, or give a list of the files to read.")
+        if not found.is_folder:
+            if path.name.endswith((".parquet", ".parq")):
+                yield path
             continue
-        if Attempt.parse(entry.name) is not None:
+        if Attempt.parse(path.name) is not None:
             raise SourceError(
                 f"{folder} holds exports, of which each has all rows.\n"
                 f"  Give the folder of one: bridge.open_export({str(folder)!r}).path."
             )
-        if "=" in entry.name and not are_columns_named:
+        if "=" in path.name and not are_columns_named:
             raise SourceError(
-                f"{folder} has a column in the names of its folders ({entry.name}), which is not in the files.\n"
+                f"{folder} has a column in the names of its folders ({path.name}), which is not in the files.\n"
                 "  Name the columns that are wanted of the files (columns= or features=), or load it through Spark."
             )
-        yield from _walk(Path(entry.path), are_columns_named)
+        yield from _walk(source, root, found.name, are_columns_named)
 
 
 def _read_footer(path: Path) -> _Known:
@@ -119,7 +127,11 @@ def _read_footer(path: Path) -> _Known:
     except (pa.ArrowException, OSError) as exc:
         raise CorruptFileError(f"{path} has a footer that cannot be read: {exc}.") from exc
     footer = parquet.metadata
-    groups = tuple(_row_group(footer.row_group(index)) for index in range(footer.num_row_groups))
+    row_groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
+    if any(group.num_columns != footer.num_columns for group in row_groups):
+        # Arrow ends the process when it is asked for a column that the schema lacks
+        raise CorruptFileError(f"{path} has a footer whose row groups do not have the columns of its schema.")
+    groups = tuple(map(_row_group, row_groups))
     # no digest: nothing tells what the bytes should be
     shard = Shard(str(path), footer.num_rows, status.st_size, groups, "")
     return _Known(shard, status.st_mtime_ns, footer, parquet.schema_arrow, digest_bytes(tail[-length:]))

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
 
 from bridge.columns.arrays import feature_arrays, has_array_form, pick_column, pick_features
@@ -23,6 +24,8 @@ Columns: TypeAlias = list[Column]
 Each: TypeAlias = Callable[[Callable[[int], Any], Iterable[int]], Iterable[Any]]  # `map`, or that of an executor
 
 _BLOCK_ROWS = 2048  # of 32 columns of float32: what fits in the cache of a core
+_MOST_BYTES = 1 << 30  # of text that are joined: twice as many is what offsets of 32 bits reach
+_LARGE = {pa.string(): pa.large_string(), pa.binary(): pa.large_binary()}
 # torch moves no rows of these; of the same bits with a sign it does
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
@@ -130,6 +133,7 @@ class Form:
             return None if self.label is None else label_to_torch(part, self.label)
 
         labels = list(each(fill, range(len(parts))))
+        parts.clear()
         return [whole] if self.label is None else [whole, self._moved(labels, moves, self.label)]
 
     def _moved(self, parts: Sequence[torch.Tensor], moves: _Moves | None, name: str) -> torch.Tensor:
@@ -248,8 +252,16 @@ def _joined_bits(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _taken(column: pa.ChunkedArray, at: Indices) -> pa.ChunkedArray:
-    # of several chunks, each take would join them anew
-    return pa.chunked_array([column.combine_chunks()]).take(at) if column.num_chunks > 1 else column.take(at)
+    if column.num_chunks == 1:
+        return column.take(at)
+    large = _LARGE.get(column.type) if column.nbytes > _MOST_BYTES else None
+    if large is None:
+        # each take would join them anew
+        return pa.chunked_array([column.combine_chunks()]).take(at)
+    ends = np.cumsum(pc.binary_length(column).fill_null(0).to_numpy()[at], dtype=np.int64)
+    parts = np.split(at, np.flatnonzero(np.diff(ends // _MOST_BYTES)) + 1)
+    whole = column.cast(large).combine_chunks()
+    return pa.chunked_array([whole.take(part).cast(column.type) for part in parts])
 
 
 def _cloned(values: Any) -> Any:

@@ -16,8 +16,9 @@ from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 from bridge.distributed import resolve_rank
 from bridge.loading.agreement import agree
 from bridge.loading.arrow_rows import Fetch, decodes, fetcher, own_tensors
-from bridge.loading.dataset import Listing, OrderedDataset, Pass
-from bridge.loading.order import Order, num_steps, num_valid, padding, seed_of
+from bridge.loading.dataset import OrderedDataset
+from bridge.loading.order import Order, batch_rows, num_steps, padding, seed_of
+from bridge.loading.place import Listing, Pass
 from bridge.volumes.digest import digest_bytes
 
 if TYPE_CHECKING:
@@ -106,12 +107,11 @@ class RowBatches(OrderedDataset):
         )  # fmt: skip
         first = order.share(rank=run.rank, world_size=run.world_size, consumed=place.consumed).first
         for step in itertools.islice(range(run.worker, self._num_items(run), run.num_workers), run.item, None):
-            rest = num_rows - place.consumed - step * size * run.world_size
-            valid = num_valid(
+            num_here, valid = batch_rows(
                 step, num_rows, batch_size=size, rank=run.rank, world_size=run.world_size, consumed=place.consumed
             )
             positions = first + (step * size + np.arange(valid)) * run.world_size
-            if valid < min(size, -(-rest // run.world_size)):
+            if valid < num_here:
                 positions = np.append(positions, padding(num_rows, rank=run.rank, world_size=run.world_size))
             yield self._fetch(order.rows_at(positions))
 

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from bridge.loading.dataset import OrderedDataset, Pass, check_sizes
+from bridge.loading.dataset import OrderedDataset, check_sizes
 from bridge.loading.device import on_device, pinned
 from bridge.loading.huggingface import is_huggingface, open_huggingface
+from bridge.loading.place import Pass
 from bridge.loading.stats import Stats, Traffic
 
 _DEPTH = 8  # of datasets within datasets
@@ -33,7 +34,7 @@ class Mark(NamedTuple):
         item: Items of the ordered dataset that were done before those that the last item was made of.
         made: Items that have been made of these.
         is_plain: Whether each item so far was made of one.
-        traffic: What the process has read so far.
+        traffic: What the process has read for it so far.
     """
 
     worker: int
@@ -172,28 +173,28 @@ class DataLoader:
         done = list(run.place.items) or [(0, 0)] * num_workers
         traffic = [Traffic()] * num_workers
         is_plain, num_items = not run.place.items, 0
-        before = ordered.traffic
         began = time.perf_counter()
-        for mark, batch in source:
-            stats.wait_s += time.perf_counter() - began
-            is_plain = is_plain and mark.is_plain
-            num_items += mark.num_items
-            done[mark.worker] = (mark.item, mark.made)
-            if is_plain:
-                ordered.moved(run, num_items)
-            else:
-                ordered.moved_apart(run, done, (mark.worker + 1) % num_workers)
-            traffic[mark.worker] = mark.traffic
-            stats.traffic = sum(traffic[1:], traffic[0])
-            if not self.num_workers:
-                stats.traffic -= before
-            stats.num_batches += 1
-            began = time.perf_counter()
-            yield batch
-            del batch
-            stats.compute_s += time.perf_counter() - began
-            began = time.perf_counter()
-        ordered.finish(run)
+        try:
+            for mark, batch in source:
+                stats.wait_s += time.perf_counter() - began
+                is_plain = is_plain and mark.is_plain
+                num_items += mark.num_items
+                done[mark.worker] = (mark.item, mark.made)
+                if is_plain:
+                    ordered.moved(run, num_items)
+                else:
+                    ordered.moved_apart(run, done, (mark.worker + 1) % num_workers)
+                traffic[mark.worker] = mark.traffic
+                stats.traffic = sum(traffic[1:], traffic[0])
+                stats.num_batches += 1
+                began = time.perf_counter()
+                yield batch
+                del batch
+                stats.compute_s += time.perf_counter() - began
+                began = time.perf_counter()
+            ordered.finish(run)
+        finally:
+            ordered.leave(run)
 
 
 class _Marking(IterableDataset[Marked]):
@@ -211,17 +212,22 @@ class _Marking(IterableDataset[Marked]):
     def __iter__(self) -> Iterator[Marked]:
         items: list[Any] = []
         mark: Mark | None = None
+        before = self._ordered.traffic  # of iterations before, and of the process that this one was forked from
+
+        def marked(at: Mark, num_items: int, batch: Any) -> Marked:
+            return Marked(at._replace(num_items=num_items, traffic=at.traffic - before), self._collate(batch))
+
         for item, at in self._followed():
             mark = at
             if self.batch_size is None:
-                yield Marked(at, self._collate(item))
+                yield marked(at, 1, item)
                 continue
             items.append(item)
             if len(items) == self.batch_size:
-                yield Marked(at._replace(num_items=len(items)), self._collate(items))
+                yield marked(at, len(items), items)
                 items = []
         if items and mark and not self._ordered.drop_last:
-            yield Marked(mark._replace(num_items=len(items)), self._collate(items))
+            yield marked(mark, len(items), items)
 
     def _followed(self) -> Iterator[tuple[Any, Mark]]:
         """Yield items with a mark, without those that were handed over before the position was taken."""

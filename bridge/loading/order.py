@@ -177,12 +177,14 @@ def num_steps(num_rows: int, *, batch_size: int, world_size: int, consumed: int,
     return rest // batch if drop_last else -(-rest // batch)
 
 
-def num_valid(step: int, num_rows: int, *, batch_size: int, rank: int, world_size: int, consumed: int) -> int:
-    """Return how many rows of a rank's batch are real; those behind them repeat one."""
+def batch_rows(
+    step: int, num_rows: int, *, batch_size: int, rank: int, world_size: int, consumed: int
+) -> tuple[int, int]:
+    """Return how many rows a rank's batch has, and how many of them are real; those behind them repeat one."""
     start = consumed + step * batch_size * world_size
     stop = min(start + batch_size * world_size, num_rows)
     first = start + (rank - start) % world_size
-    return max(0, -(-(stop - first) // world_size))
+    return max(0, -(-(stop - start) // world_size)), max(0, -(-(stop - first) // world_size))
 
 
 def padding(num_rows: int, *, rank: int, world_size: int) -> int:

@@ -17,11 +17,12 @@ from bridge.config import load_settings
 from bridge.display import did_you_mean, parse_bytes
 from bridge.errors import SourceNotFoundError
 from bridge.loading.cached import local_files, open_cache
-from bridge.loading.dataset import Listing, OrderedDataset, Pass
+from bridge.loading.dataset import OrderedDataset
 from bridge.loading.decode import Batches
 from bridge.loading.foreign import find_files, open_files
 from bridge.loading.form import Columns, Form, join, last_row
-from bridge.loading.order import Order, num_steps, num_valid, padding
+from bridge.loading.order import Order, batch_rows, num_steps, padding
+from bridge.loading.place import Listing, Pass
 from bridge.loading.row_groups import ExportedRowGroups, RowGroups
 from bridge.loading.stats import Traffic
 from bridge.manifest import Manifest
@@ -151,9 +152,7 @@ class RowGroupDataset(OrderedDataset):
         if not steps:
             return
         # only the last batch may be short
-        rest = num_rows - place.consumed - (steps[-1] * size * run.world_size)
-        last_size = min(size, -(-rest // run.world_size))
-        last_valid = num_valid(
+        last_size, last_valid = batch_rows(
             steps[-1], num_rows, batch_size=size, rank=run.rank, world_size=run.world_size, consumed=place.consumed
         )
         consumed = place.consumed + steps[0] * size * run.world_size

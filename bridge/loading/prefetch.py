@@ -6,7 +6,8 @@ import atexit
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
+from functools import partial
 from typing import Generic, TypeVar
 
 S = TypeVar("S")
@@ -15,13 +16,17 @@ T = TypeVar("T")
 
 def mapped_ahead(threads: Executor, call: Callable[[S], T], items: Iterable[S], depth: int) -> Iterator[T]:
     """Yield what `call` makes of the items, in their order, of which `depth` at most are begun and not yet yielded."""
-    begun: deque[Future[T]] = deque()
+    begun: deque[Callable[[], T]] = deque()
     for item in items:
-        begun.append(threads.submit(call, item))
+        try:
+            begun.append(threads.submit(call, item).result)
+        except RuntimeError:
+            # when the main thread ends, executors take nothing more, though threads may go on for long
+            begun.append(partial(call, item))
         if len(begun) == depth:
-            yield begun.popleft().result()
+            yield begun.popleft()()
     while begun:
-        yield begun.popleft().result()
+        yield begun.popleft()()
 
 
 def made_ahead(items: Generator[T], size_of: Callable[[T], int], max_bytes: int) -> Generator[T]:
@@ -51,7 +56,7 @@ class _Ahead(Generic[T]):
         self._changed = threading.Condition()
         self._made: deque[tuple[T, int]] = deque()
         self._num_bytes = 0
-        self._is_over = False
+        self._is_over = self._is_stopped = False
         self._error: BaseException | None = None
 
     def __iter__(self) -> Iterator[T]:
@@ -67,14 +72,17 @@ class _Ahead(Generic[T]):
             del item  # so that it is freed when the caller lets go of it
         if self._error is not None:
             raise self._error
+        if self._is_stopped:
+            raise SystemExit  # the interpreter ends, and with it the thread that this is
 
     def stop(self) -> None:
         """End the thread, when it has made what it is at."""
-        with self._changed:
-            self._is_over = True
-            self._changed.notify()
-        if self.thread.is_alive() and self.thread is not threading.current_thread():
-            self.thread.join()
+        if self.thread.is_alive():  # not so where it was forked, maybe while it held the lock
+            with self._changed:
+                self._is_over = self._is_stopped = True
+                self._changed.notify()
+            if self.thread is not threading.current_thread():
+                self.thread.join()
         self._made.clear()
 
     def _work(self) -> None:

@@ -22,10 +22,11 @@ from bridge.columns.rules import Rules
 from bridge.errors import CorruptFileError
 from bridge.loading.cached import local_files
 from bridge.manifest import Manifest, RowGroup, Shard, chunk_range
-from bridge.volumes.digest import read_range
+from bridge.volumes.digest import DigestSink, read_range
 from bridge.volumes.hold import Hold
 from bridge.volumes.storage import with_retries
 
+_GROUP_ROWS = 65_536
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0  # elsewhere nothing is set aside
 _UNRESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
 
@@ -205,6 +206,44 @@ class ExportedRowGroups(ParquetRowGroups):
     def __init__(self, folder: Path, manifest: Manifest, rules: Rules | None = None, hold: Hold | None = None) -> None:
         super().__init__(folder, manifest.shards, manifest.digest, rules or Rules(manifest.schema, {}))
         self.hold = hold
+
+
+class CollectedRowGroups:
+    """Rows in memory, in row groups of one size: the batches in which they came may differ from time to time."""
+
+    is_shared = True
+    bytes_read = 0
+
+    def __init__(self, table: pa.Table) -> None:
+        self.table = table
+
+    @property
+    def schema(self) -> pa.Schema:
+        """The types of the rows."""
+        return self.table.schema
+
+    @property
+    def row_counts(self) -> list[int]:
+        """The rows of each row group."""
+        rows = self.table.num_rows
+        return [min(_GROUP_ROWS, rows - start) for start in range(0, rows, _GROUP_ROWS)]
+
+    @cached_property
+    def digest(self) -> str:
+        """What is equal only for equal rows in the same order."""
+        sink = DigestSink()
+        with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), self.schema) as writer:
+            for index in range(len(self.row_counts)):
+                writer.write_table(self.read(index).combine_chunks())
+        return sink.digest()
+
+    def read(self, index: int) -> pa.Table:
+        """Return the rows of one row group, without a copy."""
+        return self.table.slice(index * _GROUP_ROWS, _GROUP_ROWS)
+
+    def narrowed(self, columns: Sequence[str]) -> CollectedRowGroups:
+        """Return the same row groups with these columns alone."""
+        return CollectedRowGroups(self.table.select(columns))
 
 
 class _Memory:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,10 +17,9 @@ from bridge.display import format_bytes, format_count
 from bridge.distributed import local_world_size
 from bridge.errors import MissingDependencyError, TableTooLargeError
 from bridge.loading.cached import local_files
-from bridge.loading.row_groups import ExportedRowGroups, RowGroups, stream_row_groups
+from bridge.loading.row_groups import CollectedRowGroups, ExportedRowGroups, RowGroups, stream_row_groups
 from bridge.manifest import Manifest
 from bridge.tables.plan import Plan, Route
-from bridge.volumes.digest import DigestSink
 from bridge.volumes.hold import hold_attempt
 from bridge.volumes.stores import LocalStorage
 
@@ -29,47 +28,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from bridge.loading.loader import DataLoader
-
-
-_GROUP_ROWS = 65_536
-
-
-class CollectedRowGroups:
-    """Rows in memory, in row groups of one size: the batches in which they came may differ from time to time."""
-
-    is_shared = True
-    bytes_read = 0
-
-    def __init__(self, table: pa.Table) -> None:
-        self.table = table
-
-    @property
-    def schema(self) -> pa.Schema:
-        """The types of the rows."""
-        return self.table.schema
-
-    @property
-    def row_counts(self) -> list[int]:
-        """The rows of each row group."""
-        rows = self.table.num_rows
-        return [min(_GROUP_ROWS, rows - start) for start in range(0, rows, _GROUP_ROWS)]
-
-    @cached_property
-    def digest(self) -> str:
-        """What is equal only for equal rows in the same order."""
-        sink = DigestSink()
-        with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), self.schema) as writer:
-            for index in range(len(self.row_counts)):
-                writer.write_table(self.read(index).combine_chunks())
-        return sink.digest()
-
-    def read(self, index: int) -> pa.Table:
-        """Return the rows of one row group, without a copy."""
-        return self.table.slice(index * _GROUP_ROWS, _GROUP_ROWS)
-
-    def narrowed(self, columns: Sequence[str]) -> CollectedRowGroups:
-        """Return the same row groups with these columns alone."""
-        return CollectedRowGroups(self.table.select(columns))
 
 
 class Table:

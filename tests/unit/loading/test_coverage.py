@@ -114,13 +114,31 @@ def test_the_position_stays(folder: Path, num_workers: int) -> None:
         iter(resumed)
 
 
+@pytest.mark.parametrize("made", [lambda data: data, bridge.DataLoader])
+def test_a_loop_that_has_begun_goes_on_as_it_was(folder: Path, made: Any) -> None:
+    data, alone = opened(folder), opened(folder)
+    expected, after = numbers(alone), numbers(alone)
+    one = made(data)
+    batches = iter(one)
+    begun = numbers(next(batches) for _ in range(5))
+    state = one.state_dict()
+    assert bridge.verify_epoch(one).is_complete
+
+    assert one.state_dict() == state
+    assert one.num_valid(len(expected) - 1) == len(expected[-1])
+    assert begun + numbers(batches) == expected
+    assert numbers(one) == after
+
+
 def test_an_epoch_that_was_left_at_its_last_batch_is_done(folder: Path) -> None:
     data = opened(folder)
     for _ in zip(range(len(data)), data, strict=False):
         pass
 
     assert bridge.verify_epoch(data).is_complete
-    assert data.epoch == 1
+    alone = opened(folder)
+    alone.set_epoch(1)
+    assert numbers(data) == numbers(alone)
 
 
 def test_a_resumed_epoch_is_complete(folder: Path) -> None:
@@ -250,12 +268,12 @@ def test_rows_of_equal_content_are_counted(tmp_path: Path) -> None:
 
 def test_rows_in_memory_have_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     from bridge.columns.rules import Rules
-    from bridge.tables import table as tables
+    from bridge.loading import row_groups
 
-    monkeypatch.setattr(tables, "_GROUP_ROWS", 10)
+    monkeypatch.setattr(row_groups, "_GROUP_ROWS", 10)
     rows = pa.table({"n": range(25)})
     table = bridge.Table(
-        tables.CollectedRowGroups(rows), Rules(rows.schema, {}), plan=None, receipt={"table": "main.ml.t"}
+        row_groups.CollectedRowGroups(rows), Rules(rows.schema, {}), plan=None, receipt={"table": "main.ml.t"}
     )
     loader = table.to_loader(4, shuffle=True)
 

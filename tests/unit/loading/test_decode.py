@@ -9,6 +9,7 @@ import torch
 
 import bridge
 from bridge.columns.rules import Rules
+from bridge.loading import form
 from bridge.loading.loader import DataLoader
 from bridge.loading.parquet import RowGroupDataset
 from tests.unit.loading.test_loader import Rows
@@ -91,6 +92,20 @@ def test_columns_of_all_kinds_come_row_for_row_whatever_the_training_step_writes
 
     assert sorted(seen) == list(range(COUNT))
     assert [str(table.to_pydict()) for table in tables] == before
+
+
+def test_more_text_in_a_window_than_its_offsets_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(form, "_MOST_BYTES", 1000)
+    texts = [f"{n}" * (n % 5) or None for n in range(COUNT)]
+    table = pa.table({"n": N, "text": texts, "raw": pa.array(texts).cast(pa.binary())})
+    rows = Rows(*(table[start : start + 47] for start in range(0, COUNT, 47)))
+    seen: list[int] = []
+    for batch in RowGroupDataset(lambda: rows, name="rows", batch_size=16, shuffle=True, shuffle_window=200):
+        seen += batch["n"].tolist()
+        assert batch["text"] == [texts[n] for n in batch["n"].tolist()]
+        assert batch["raw"] == [None if text is None else text.encode() for text in batch["text"]]
+
+    assert sorted(seen) == list(range(COUNT))
 
 
 @pytest.mark.parametrize("shuffle", [False, True])

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import datetime as dt
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import bridge
-from bridge.errors import CorruptFileError, LossyConversionError, PolicyError, SourceError
+from bridge.errors import CorruptFileError, LossyConversionError, PolicyError, SourceError, VolumeError
 from bridge.loading.row_groups import _Memory
 from bridge.manifest import RowGroup
 from tests.exports import make_export
@@ -265,6 +267,47 @@ def test_a_footer_that_tells_of_more_rows_than_there_are_is_refused(tmp_path: Pa
 
     with pytest.raises(CorruptFileError, match=r"a\.parquet: row group 0 holds 100 rows, not 105 as its footer says"):
         rows(path)
+
+
+def test_a_footer_of_more_columns_than_its_schema_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"n": [1], "m": [2]}), path, use_dictionary=False, write_statistics=False,
+                   store_schema=False)  # fmt: skip
+    content = path.read_bytes()
+    start = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    footer = content[start:-8]
+    element = footer.index(b"\x01m"), footer.index(b"\x00", footer.index(b"\x01m")) + 1
+    begin = footer.index(b"\x00", footer.index(b"\x01n")) + 1
+    footer = footer[:begin] + footer[element[1] :]  # the schema without "m", as Thrift has it
+    footer = footer.replace(b"\x3c", b"\x2c", 1).replace(b"schema\x15\x04", b"schema\x15\x02")
+    footer = footer.replace(bytes.fromhex("192c1c00001c000000"), bytes.fromhex("191c1c000000"))  # order of columns
+    path.write_bytes(content[:start] + footer + len(footer).to_bytes(4, "little") + b"PAR1")
+    code = f"import bridge\nbridge.ParquetDataset({str(path)!r}).check()"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 1, "Arrow ended the process"
+    assert "a.parquet has a footer whose row groups do not have the columns of its schema" in ended.stderr
+
+
+def test_links_are_followed_but_for_loops_and_those_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    pq.write_table(TABLE[:100], tmp_path / "data" / "a.parquet")
+    pq.write_table(TABLE[100:200], tmp_path / "elsewhere.parquet")
+    (tmp_path / "other").mkdir()
+    pq.write_table(TABLE[200:], tmp_path / "other" / "c.parquet")
+    (tmp_path / "data" / "b.parquet").symlink_to(tmp_path / "elsewhere.parquet")
+    (tmp_path / "data" / "c").symlink_to(tmp_path / "other")
+    (tmp_path / "data" / "deep" / "loop").symlink_to(tmp_path / "data")
+    (tmp_path / "data" / "_nothing").symlink_to(tmp_path / "nothing")
+    assert_is_table(rows(tmp_path / "data"))
+
+    (tmp_path / "data" / "d.parquet").symlink_to(tmp_path / "nothing")
+    with pytest.raises(VolumeError, match=r"data/d\.parquet is a link to what is not there\.\n  Remove it, or give"):
+        rows(tmp_path / "data")
+    (tmp_path / "data" / "d.parquet").unlink()
+    (tmp_path / "data" / "self").symlink_to(tmp_path / "data" / "self")
+    with pytest.raises(VolumeError, match=r"data/self is .*symbolic links"):
+        rows(tmp_path / "data")
 
 
 def test_a_file_that_was_written_again_or_is_gone_is_not_read(tmp_path: Path) -> None:

@@ -204,6 +204,16 @@ def test_a_loop_may_write_into_a_batch(tmp_path: Path, on_disk: bool, shuffle: b
     np.testing.assert_equal(dataset.to_dict(), before)
 
 
+def test_columns_whose_chunks_lie_anywhere_in_memory() -> None:
+    memory = pa.py_buffer(np.arange(2000, dtype=np.uint8))
+    kept = memory.slice(0, 160), memory.slice(501, 160)  # the second at no multiple of 8
+    chunks = [pa.Array.from_buffers(pa.int64(), 20, [None, buffer]) for buffer in kept]
+    dataset = datasets.Dataset(pa.table({"n": pa.chunked_array(chunks)}))
+    batches = list(bridge.DataLoader(dataset, batch_size=8, shuffle=True))
+
+    assert sorted(flat(batches)) == sorted(n for chunk in chunks for n in chunk.to_pylist())
+
+
 def test_types_are_those_of_the_columns() -> None:
     batch = next(iter(bridge.DataLoader(numbered(), batch_size=4, shuffle=True)))
     kinds = {name: value.dtype for name, value in batch.items() if isinstance(value, torch.Tensor)}

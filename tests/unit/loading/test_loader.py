@@ -212,20 +212,40 @@ def test_no_more_is_read_ahead_than_the_bytes_allow() -> None:
     batches.close()  # type: ignore[attr-defined]
 
 
+class Fresh(Rows):
+    """Row groups of 1000 rows that are made when they are read, and `alive` as long as they are used."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(*[pa.table({"n": np.arange(1000)})] * count)
+        self.made: list[Any] = []
+
+    def read(self, index: int) -> pa.Table:
+        values = np.arange(1000) + index
+        self.made.append(weakref.ref(values))
+        return pa.table({"n": values})
+
+    @property
+    def alive(self) -> int:
+        return sum(ref() is not None for ref in self.made)
+
+
 def test_what_was_used_is_freed() -> None:
-    alive: list[Any] = []
+    rows = Fresh(30)
 
-    class Fresh(Rows):
-        def read(self, index: int) -> pa.Table:
-            values = np.arange(1000) + index
-            alive.append(weakref.ref(values))
-            return pa.table({"n": values})
+    assert max(rows.alive for _ in load(rows, batch_size=500)) <= 5
 
-    most = 0
-    for _ in load(Fresh(*[pa.table({"n": np.arange(1000)})] * 30), batch_size=500):
-        most = max(most, sum(ref() is not None for ref in alive))
 
-    assert most <= 5
+@pytest.mark.parametrize("features", [None, ["n"]])
+def test_a_shuffled_window_keeps_no_row_groups(features: list[str] | None) -> None:
+    rows = Fresh(40)
+    batches = iter(load(rows, features=features, shuffle=True, shuffle_window=10_000, prefetch_bytes=1))
+    next(batches)
+
+    deadline = time.monotonic() + 5
+    while len(rows.made) < 20 or rows.alive > 3:
+        assert time.monotonic() < deadline, rows.alive
+        time.sleep(0.01)
+    batches.close()  # type: ignore[attr-defined]
 
 
 def test_an_error_while_reading_is_raised_where_rows_are_used() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.loading.order import Order, Share, num_steps, num_valid, padding
+from bridge.loading.order import Order, Share, batch_rows, num_steps, padding
 
 counts = st.lists(st.integers(0, 40), max_size=20)
 worlds = st.integers(1, 9)
@@ -138,9 +138,10 @@ def test_steps_are_equal_and_batches_hold_the_positions_of_their_step(
         start = consumed + step * batch
         positions = range(start, min(start + batch, num_rows))
         for rank in range(world_size):
-            valid = num_valid(step, num_rows, rank=rank, **sizes)
+            num_here, valid = batch_rows(step, num_rows, rank=rank, **sizes)
             assert valid == sum(position % world_size == rank for position in positions)
-            assert -(-len(positions) // world_size) - valid in (0, 1), "one row pads at the most"
+            assert num_here == -(-len(positions) // world_size)
+            assert num_here - valid in (0, 1), "one row pads at the most"
 
 
 @given(st.integers(1, 100), worlds)

@@ -283,6 +283,59 @@ def test_an_iteration_that_has_begun_keeps_its_epoch_and_tells_it(folder: Path, 
     assert list(map(str, one)) == list(map(str, whole[1:]))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("how", ["dataset", "wrapper"])
+def test_set_epoch_amid_a_loop_is_about_the_next_one(folder: Path, workers: int, persistent: bool, how: str) -> None:
+    alone = opened(folder)
+    epochs = [numbers(alone) for _ in range(8)]
+    data = opened(folder)
+    outer = data if how == "dataset" else Wrapped(data, "same")
+    loader = bridge.DataLoader(outer, num_workers=workers, persistent_workers=persistent and workers > 0)
+
+    def got(batches: Any) -> list[list[int]]:
+        return numbers(batches) if how == "dataset" else list(batches)
+
+    batches = iter(loader)
+    loader.set_epoch(5)  # maybe before any worker has begun
+    first = got(batches)
+    assert first == epochs[0]
+    assert (loader.epoch, loader.state_dict()["epoch"]) == (5, 5)
+    assert got(loader) == epochs[5]
+
+    batches = iter(loader)
+    next(batches)
+    loader.set_epoch(2)
+    state = loader.state_dict()
+    assert (state["epoch"], state["consumed"]) == (6, 8), "where the loop is"
+    assert got(batches) == epochs[6][1:]
+    batches = iter(loader)
+    assert [next(batches), loader.epoch][1] == 2
+    loader.load_state_dict(state)
+    assert got(batches) == epochs[2][1:]
+    assert got(loader) == epochs[6][1:], "a state that is loaded amid a loop is for the next one too"
+    assert got(loader) == epochs[7]
+
+
+def test_set_epoch_amid_a_loop_of_a_dataset_alone(folder: Path) -> None:
+    data = opened(folder)
+    epochs = [numbers(data) for _ in range(4)]
+    data.set_epoch(0)
+    for _ in data:
+        data.set_epoch(3)
+    assert numbers(data) == epochs[3]
+    data.set_epoch(1)
+    for _ in data:
+        data.set_epoch(2)
+        break
+    assert data.epoch == 2
+    assert numbers(data) == epochs[2]
+    iter(data)
+    data.set_epoch(1)
+    assert (data.epoch, data.state_dict()["epoch"]) == (1, 1), "also where an iterator was made and never used"
+    assert numbers(data) == epochs[1]
+
+
 def test_workers_that_live_on_forget_a_loop_that_was_left(folder: Path) -> None:
     loader = bridge.DataLoader(opened(folder), num_workers=2, persistent_workers=True)
     alone = opened(folder)
@@ -501,6 +554,12 @@ def test_stats_tell_where_the_time_went(folder: Path) -> None:
     assert loader.stats.num_batches == len(loader)
     assert 0.4 * size < loader.stats.traffic.volume_bytes <= size
     assert "read fewer columns" in loader.stats.advice
+    for options in ({"num_workers": 2}, {"num_workers": 2, "persistent_workers": True}):
+        others: Any = bridge.DataLoader(loader.dataset, **options)
+        for _ in range(2):
+            for _ in others:
+                pass
+            assert 0.8 * size < others.stats.traffic.volume_bytes <= 2 * size, "of this iteration, in both workers"
     loader.stats.compute_s = 1000
     assert "The training step sets the pace: 0%" in str(loader.stats)
 

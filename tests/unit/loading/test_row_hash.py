@@ -68,6 +68,20 @@ def test_a_row_hashes_the_same_wherever_it_stands(order: list[int]) -> None:
         assert np.array_equal(hash_rows(batch(order[:stop])), expected[order[:stop]])
 
 
+@pytest.mark.parametrize("width", [0, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batches_hash_the_same_together(dtype: torch.dtype, width: int) -> None:
+    column = tensor_of(list(range(9)), dtype, width)
+    counts = [1, 2, 3, 1]
+    batches: list[Any] = [{**batch(list(range(count))), "x": column[count:][:count]} for count in counts]
+    others = [*batches, {"x": column}, {"x": column.reshape(9, -1)[:, 0]}, column, (column, column), {"x": ["a"]}]
+
+    for some in (batches, others):
+        assert np.array_equal(hash_rows(*some), np.concatenate([hash_rows(one) for one in some]))
+    ones = [{"x": torch.ones(3, dtype=one)} for one in (dtype, dtype, torch.int64, torch.float64)]
+    assert np.array_equal(hash_rows(*ones), np.concatenate([hash_rows(one) for one in ones]))
+
+
 @pytest.mark.parametrize("name", list(batch([0])))
 def test_each_form_of_a_column_counts(name: str) -> None:
     order = list(range(ROWS))

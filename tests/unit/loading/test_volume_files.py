@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -255,6 +257,15 @@ def test_a_second_batch_size_is_refused(folder: Path) -> None:
         bridge.DataLoader(Decoded(UCVolumeDataset(folder, batch_size=3)), batch_size=4)
     with pytest.raises(TypeError, match="has no len"):
         len(bridge.DataLoader(Decoded(UCVolumeDataset(folder)), batch_size=4))
+
+
+@pytest.mark.parametrize("made", ["{}", "bridge.DataLoader({})"])
+def test_a_process_that_ends_amid_an_iteration_ends_in_silence(folder: Path, made: str) -> None:
+    data = f"bridge.UCVolumeDataset({str(folder)!r})"
+    code = f"import bridge\nbatches = iter({made.format(data)})\nnext(batches)\nraise SystemExit(3)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert (ended.returncode, ended.stderr) == (3, "")
 
 
 def test_no_thread_is_left_when_a_loop_is_left(folder: Path) -> None:
