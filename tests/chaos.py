@@ -11,6 +11,8 @@ from pathlib import Path
 
 from tests.engines.export_chaos import export_round, publish_at_every_step, served_table
 from tests.volumes.cache_chaos import cache_round
+from tests.volumes.checkpoint_chaos import checkpoint_round
+from tests.volumes.checkpoint_chaos import kill_at_every_step as save_at_every_step
 from tests.volumes.commit_chaos import commit_round, contended_round, kill_at_every_step
 from tests.volumes.mount import mounted_volume
 
@@ -55,8 +57,13 @@ def main() -> None:
             f"exports: {exporters} random kills after {exported} exports, 0 half visible, 0 lost, no garbage",
             flush=True,
         )
+        steps = save_at_every_step(place / "saved")
+        print(f"checkpoints: killed at each of {steps} steps", flush=True)
+        savers = asked.rounds // 10
+        saved = sum(checkpoint_round(place / "saves" / str(number), seed + number) for number in range(savers))
+        print(f"checkpoints: {savers} random kills after {saved} saves, 0 half visible, 0 lost", flush=True)
         (place / "files").mkdir()
-        fetchers = asked.rounds - kills - exporters
+        fetchers = asked.rounds - kills - exporters - savers
         for number in range(fetchers):
             cache_round(folder / "cache", place / "files", seed + number)
         print(f"cache: {fetchers} random kills, 0 files served in part, no garbage")
