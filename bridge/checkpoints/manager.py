@@ -35,11 +35,13 @@ from bridge.config import load_settings
 from bridge.distributed import from_rank_0, on_every_rank, own_group, rank, world_size
 from bridge.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError, VolumeError
 from bridge.volumes.commit import attempts
+from bridge.volumes.hold import has_marker
 from bridge.volumes.storage import Storage
 from bridge.volumes.stores import open_storage
 
 _GROUP = "bridge checkpoints"
 _SIGNALS = "bridge signals"
+_LABEL = "step"
 # what makes a step unreadable, so that the next older one is tried
 _DAMAGE = (CorruptFileError, VolumeError, CheckpointNotFoundError)
 
@@ -255,25 +257,25 @@ class CheckpointManager:
             VolumeError: The root cannot be read.
         """
         self.wait()
-        found, begun = from_rank_0(self._found, what=f"restore_latest of {self.root}")
-        skipped: list[tuple[Saved, str]] = []
+        found, unmarked, begun = from_rank_0(self._found, what=f"restore_latest of {self.root}")
+        skipped: list[tuple[int, str]] = []
         for saved in found:
             try:
                 with torch.device("cpu"):
                     values = self._restore(saved, state)
             except _DAMAGE as exc:
-                skipped.append((saved, _reason(exc)))
+                skipped.append((saved.step, _reason(exc)))
                 continue
             self._protected = {saved.attempt.name}
+            skipped += [(step, reason) for step, reason in unmarked if step > saved.step]
             if skipped:
-                told = "; ".join(f"step {one.step} is damaged: {reason}" for one, reason in skipped)
+                told = "; ".join(f"step {step} is damaged: {reason}" for step, reason in skipped)
                 warnings.warn(f"{self.root}: step {saved.step} was restored, since {told}", stacklevel=2)
             return Restored(
-                saved.step, saved.attempt.name, saved.world_size, values, _random(saved),
-                tuple((one.step, reason) for one, reason in skipped),
+                saved.step, saved.attempt.name, saved.world_size, values, _random(saved), tuple(skipped)
             )  # fmt: skip
-        if skipped:
-            listed = "\n  ".join(f"step {one.step}: {reason}" for one, reason in skipped)
+        if skipped := [*skipped, *unmarked]:
+            listed = "\n  ".join(f"step {step}: {reason}" for step, reason in skipped)
             raise CheckpointError(
                 f"no step of {self.root} can be read:\n  {listed}\n  Restore the files, or begin anew in another root."
             )
@@ -287,13 +289,20 @@ class CheckpointManager:
     def _is_busy(self) -> bool:
         return self._running is not None and not self._running.done()
 
-    def _found(self) -> tuple[list[Saved], int]:
+    def _found(self) -> tuple[list[Saved], list[tuple[int, str]], int]:
+        """Return the complete saves, the steps whose marker is there and not whole, and how many were begun."""
         storage = self._storage()
-        found = list_saved(storage)
-        return found, 0 if found else len(attempts(storage))
+        found, begun = list_saved(storage), attempts(storage)
+        complete = {saved.attempt.name for saved in found}
+        unmarked = [
+            (int(attempt.label.removeprefix(_LABEL)), "its marker is not whole")
+            for attempt in begun
+            if attempt.name not in complete and attempt.label.startswith(_LABEL) and has_marker(storage, attempt.name)
+        ]
+        return found, unmarked, 0 if found else len(begun)
 
     def _write(self, state: dict[str, Any], facts: dict[str, Any], group: Any) -> None:
-        writer = UCVolumeWriter(self.root, facts=facts, label=f"step{facts['step']}")
+        writer = UCVolumeWriter(self.root, facts=facts, label=f"{_LABEL}{facts['step']}")
         try:
             _save_state_dict(state, writer, group, no_dist=group is None)
         except (CheckpointException, RuntimeError) as exc:

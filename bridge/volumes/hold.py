@@ -54,7 +54,7 @@ def hold_attempt(storage: Storage, name: str) -> Hold | None:
     """
     attempt = Attempt.parse(name)
     held = None if attempt is None else _take(storage, attempt.attempt_id)
-    if held is not None and not _has_marker(storage, name):
+    if held is not None and not has_marker(storage, name):
         held.end()
         raise VolumeError(
             f"{storage}/{name} was deleted while it was opened.\n  Open what is there now, or make it again."
@@ -71,7 +71,8 @@ def _take(storage: Storage, attempt_id: str) -> Hold | None:
     return Hold(storage, attempt_id, lease)
 
 
-def _has_marker(storage: Storage, name: str) -> bool:
+def has_marker(storage: Storage, name: str) -> bool:
+    """Return whether an attempt has a marker, whole or not; True where that cannot be seen."""
     for marker in marker_names(name):
         try:
             storage.status(marker)

@@ -795,7 +795,7 @@ def test_deletion_that_is_killed_anywhere_leaves_no_step_that_is_not_whole(tmp_p
             state = Run(seed=1).state
             bridge.UCVolumeReader(root / one.attempt.name).reset()
             with opened(root) as manager:
-                manager._found = lambda one=one: ([one], 0)  # type: ignore[method-assign,misc]
+                manager._found = lambda one=one: ([one], [], 0)  # type: ignore[method-assign,misc]
                 restored = manager.restore_latest(state)
             assert restored is not None
             assert (restored.step, state["note"]) == (one.step, one.step)
@@ -947,3 +947,23 @@ def test_many_saves_take_no_more_than_a_few(root: Path) -> None:
     for early, late in itertools.pairwise(found):
         assert late[:3] == early[:3], found
         assert late[3] - early[3] < 24, found
+
+
+def test_a_newer_step_whose_marker_is_damaged_is_told(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    with bridge.CheckpointManager(tmp_path, async_save=False) as manager:
+        manager.save(1, {"model": model})
+        manager.save(2, {"model": model})
+    marker = next(tmp_path.glob("*-step2-*/_bridge.0.json"))
+    data = bytearray(marker.read_bytes())
+    data[len(data) // 2] ^= 1
+    marker.write_bytes(data)
+
+    with pytest.warns(UserWarning, match="step 1 was restored, since step 2 is damaged: its marker is not whole"):
+        restored = bridge.CheckpointManager(tmp_path).restore_latest({"model": model})
+
+    assert restored is not None
+    assert (restored.step, restored.skipped) == (1, ((2, "its marker is not whole"),))
+    next(tmp_path.glob("*-step1-*/_bridge.0.json")).write_bytes(b"{}")
+    with pytest.raises(CheckpointError, match=r"no step of .* can be read:\n  step 2: its marker is not whole"):
+        bridge.CheckpointManager(tmp_path).restore_latest({"model": model})
