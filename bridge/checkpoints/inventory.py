@@ -116,13 +116,13 @@ def convert_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike
     torch's FileSystemWriter. All of it is held in memory.
 
     Raises:
-        FileExistsError: The target is a file that is there.
-        CheckpointError: The source is a file of safetensors, or the target holds none of its entries.
+        CheckpointError: The target is a file that is there, the source is a file of safetensors, or it holds no tensors
+            where the target holds nothing else.
     """
     state = _loaded(os.fspath(source))
     end = Path(target).suffix
     if end in (".pt", ".pth", ".safetensors") and Path(target).exists():
-        raise FileExistsError(f"{target} is there already.\n  Give a new name, or delete it.")
+        raise CheckpointError(f"{target} is there already.\n  Give a new name, or delete it.")
     if end in (".pt", ".pth"):
         LocalStorage(Path(target).parent).write(Path(target).name, [pickled("state", state)])
     elif end == ".safetensors":

@@ -34,7 +34,7 @@ from bridge.checkpoints.writer import UCVolumeWriter
 from bridge.config import load_settings
 from bridge.distributed import from_rank_0, on_every_rank, own_group, rank, world_size
 from bridge.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError, VolumeError
-from bridge.volumes.commit import attempts
+from bridge.volumes.commit import attempts, read_marker
 from bridge.volumes.hold import has_marker
 from bridge.volumes.storage import Storage
 from bridge.volumes.stores import open_storage
@@ -84,6 +84,10 @@ class CheckpointManager:
         when_busy: What `save` does while the one before is written: "wait" for it, or "skip" this one.
         handle_sigterm: Whether SIGTERM asks for a last save, through `should_save`, instead of ending the process.
 
+    Attributes:
+        root: As given.
+        should_stop: Whether any rank got SIGTERM, as of the last `should_save`: end the loop when that step is saved.
+
     Raises:
         ValueError: An argument is out of range.
 
@@ -114,7 +118,6 @@ class CheckpointManager:
             raise ValueError(f'best is {best!r}; give the name of a metric and "min" or "max".')
         self.root = os.fspath(root)
         self.should_stop = False
-        """Whether any rank was told to stop, as of the last `should_save`."""
         self._every = every
         self._retention = Retention(keep_last, keep_every, best)
         self._is_async = async_save
@@ -257,7 +260,7 @@ class CheckpointManager:
             VolumeError: The root cannot be read.
         """
         self.wait()
-        found, unmarked, begun = from_rank_0(self._found, what=f"restore_latest of {self.root}")
+        found, unmarked, others = from_rank_0(self._found, what=f"restore_latest of {self.root}")
         skipped: list[tuple[int, str]] = []
         for saved in found:
             try:
@@ -279,8 +282,8 @@ class CheckpointManager:
             raise CheckpointError(
                 f"no step of {self.root} can be read:\n  {listed}\n  Restore the files, or begin anew in another root."
             )
-        if begun:
-            warnings.warn(f"{self.root}: {begun} saves were begun there, and none was completed.", stacklevel=2)
+        if others:
+            warnings.warn(f"{self.root}: {others}.", stacklevel=2)
         return None
 
     def _storage(self) -> Storage:
@@ -289,17 +292,23 @@ class CheckpointManager:
     def _is_busy(self) -> bool:
         return self._running is not None and not self._running.done()
 
-    def _found(self) -> tuple[list[Saved], list[tuple[int, str]], int]:
-        """Return the complete saves, the steps whose marker is there and not whole, and how many were begun."""
+    def _found(self) -> tuple[list[Saved], list[tuple[int, str]], str]:
+        """Return the complete saves, steps whose marker is there and not whole, and in words what else there is."""
         storage = self._storage()
         found, begun = list_saved(storage), attempts(storage)
+        others = ""
+        if begun and not found:
+            is_complete = any(read_marker(storage, attempt.name) for attempt in begun)
+            others = f"{len(begun)} saves were begun there, and none was completed"
+            if is_complete:
+                others = "what is there is no step of a run; bridge.UCVolumeReader loads a checkpoint that it is"
         complete = {saved.attempt.name for saved in found}
         unmarked = [
             (int(attempt.label.removeprefix(_LABEL)), "its marker is not whole")
             for attempt in begun
             if attempt.name not in complete and attempt.label.startswith(_LABEL) and has_marker(storage, attempt.name)
         ]
-        return found, unmarked, 0 if found else len(begun)
+        return found, unmarked, others
 
     def _write(self, state: dict[str, Any], facts: dict[str, Any], group: Any) -> None:
         writer = UCVolumeWriter(self.root, facts=facts, label=f"{_LABEL}{facts['step']}")

@@ -795,7 +795,7 @@ def test_deletion_that_is_killed_anywhere_leaves_no_step_that_is_not_whole(tmp_p
             state = Run(seed=1).state
             bridge.UCVolumeReader(root / one.attempt.name).reset()
             with opened(root) as manager:
-                manager._found = lambda one=one: ([one], [], 0)  # type: ignore[method-assign,misc]
+                manager._found = lambda one=one: ([one], [], "")  # type: ignore[method-assign,misc]
                 restored = manager.restore_latest(state)
             assert restored is not None
             assert (restored.step, state["note"]) == (one.step, one.step)
@@ -967,3 +967,10 @@ def test_a_newer_step_whose_marker_is_damaged_is_told(tmp_path: Path) -> None:
     next(tmp_path.glob("*-step1-*/_bridge.0.json")).write_bytes(b"{}")
     with pytest.raises(CheckpointError, match=r"no step of .* can be read:\n  step 2: its marker is not whole"):
         bridge.CheckpointManager(tmp_path).restore_latest({"model": model})
+
+
+def test_a_checkpoint_that_is_no_step_is_told_from_an_empty_root(tmp_path: Path) -> None:
+    bridge.save_file({"a": 1}, tmp_path)
+
+    with pytest.warns(UserWarning, match="what is there is no step of a run"):
+        assert bridge.CheckpointManager(tmp_path).restore_latest({}) is None
