@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from bridge.checkpoints.blocks import Blocks
 from bridge.checkpoints.layout import Entry, Part, file_order, make_header, pickled, unpickled
-from bridge.checkpoints.opened import open_checkpoint
+from bridge.checkpoints.opened import STOCK, open_checkpoint
 from bridge.checkpoints.reader import UCVolumeReader
 from bridge.checkpoints.retention import Retention, Saved, delete_unheld, list_saved
 from bridge.checkpoints.writer import KIND, UCVolumeWriter
 from bridge.config import load_settings
-from bridge.errors import BridgeError, CheckpointError, CheckpointNotFoundError, VolumeError
+from bridge.errors import BridgeError, CheckpointError, CheckpointNotFoundError, CorruptFileError, VolumeError
 from bridge.volumes.commit import WITHDRAWN, attempts, collect_garbage, read_marker
 from bridge.volumes.lease import count_holders, storage_time_ns
 from bridge.volumes.storage import Storage
@@ -54,7 +54,12 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
     storage = _open(root)
     found = attempts(storage)
     if not found:
-        raise CheckpointNotFoundError(f"{storage} holds no checkpoint.\n  Give the folder that was saved to.")
+        told = "holds no checkpoint.\n  Give the folder that was saved to."
+        if storage.folder is not None and (storage.folder / STOCK).is_file():
+            told = (
+                "is one checkpoint of torch's FileSystemWriter.\n  bridge checkpoints convert writes it in this form."
+            )
+        raise CheckpointNotFoundError(f"{storage} {told}")
     now_ns = storage_time_ns(storage)
     held = count_holders(storage, now_ns=now_ns)
     infos = []
@@ -143,18 +148,37 @@ def prune_checkpoints(
 ) -> tuple[list[Saved], list[str]]:
     """Delete what killed writers left, and of a run the steps that no rule keeps; return these, and what failed.
 
+    The newest step that is whole always stays: it is read from end to end before another is deleted.
+
     Args:
         keep_last: How many of the last steps stay; None: all.
         keep_every: Steps that are a multiple of this stay as well.
         dry_run: Delete nothing, and return what would be.
+
+    Raises:
+        CheckpointError: Steps would be deleted, and none is whole.
     """
     storage = _open(root)
-    doomed = [] if keep_last is None else Retention(keep_last, keep_every).doomed(list_saved(storage))
+    doomed: list[Saved] = []
+    if keep_last is not None:
+        retention, saved = Retention(keep_last, keep_every), list_saved(storage)
+        if retention.doomed(saved):
+            doomed = retention.doomed(saved, {_newest_whole(os.fspath(root), saved).attempt.name})
     if dry_run:
         return doomed, []
     problems = delete_unheld(storage, [one.attempt for one in doomed])
     collect_garbage(storage)
     return doomed, problems
+
+
+def _newest_whole(root: str, saved: Sequence[Saved]) -> Saved:
+    for one in sorted(saved, key=lambda one: one.attempt.rank):
+        try:
+            if not verify_checkpoint(f"{root.rstrip('/')}/{one.attempt.name}"):
+                return one
+        except (CheckpointError, CorruptFileError):
+            continue
+    raise CheckpointError(f"no step of {root} is whole, so none was deleted.\n  bridge checkpoints verify says why.")
 
 
 def _open(root: str | os.PathLike[str]) -> Storage:

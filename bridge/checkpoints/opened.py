@@ -16,7 +16,7 @@ from bridge.volumes.hold import Hold, hold_attempt
 from bridge.volumes.storage import Storage
 from bridge.volumes.stores import open_storage
 
-_STOCK = ".metadata"
+STOCK = ".metadata"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def open_checkpoint(path: str) -> Opened:
         attempt, marker = found
         hold = hold_attempt(storage, attempt.name)
         return Opened(storage, attempt.name, marker, read_index(storage, attempt.name, marker), hold)
-    if storage.folder is not None and (storage.folder / _STOCK).is_file():
+    if storage.folder is not None and (storage.folder / STOCK).is_file():
         return Opened(storage, "", None, None)
     begun = len(attempts(storage))
     told = f"{begun} were begun and not completed" if begun else "nothing was saved there"

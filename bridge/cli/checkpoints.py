@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,8 @@ from bridge.display import format_bytes, format_count, format_seconds, plain_tab
 
 if TYPE_CHECKING:
     from bridge.checkpoints.inventory import CheckpointInfo
+
+_MOST_SHOWN = 40  # of a value
 
 app = typer.Typer(no_args_is_help=True, help="Checkpoints: what is there, whether it is whole, and what may go.")
 
@@ -60,10 +63,10 @@ def show(path: PathArgument, profile: ProfileOption = None) -> None:
             ]
             for name, stored in index.tensors.items()
         ),
-        *[[name, "value", "", "", ""] for name in index.values],
+        *[[name, "value", _shortened(value), "", ""] for name, value in index.values.items()],
         *([name, "pickled", "", 1, format_bytes(part.stop - part.start)] for name, part in index.pickles.items()),
     ]  # fmt: skip
-    print_table(plain_table(["entry", "type", "shape", "parts", "size"], rows))
+    print_table(plain_table(["entry", "type", "shape or value", "parts", "size"], rows))
     print(
         f"\n{format_count(len(rows))} entries, {format_bytes(index.num_bytes)} in {len(index.files)} files: "
         f"{opened.address}"
@@ -143,3 +146,8 @@ def _facts(info: CheckpointInfo) -> str:
         name: f"{value:.6g}" if isinstance(value, float) else value for name, value in {**metrics, **others}.items()
     }
     return ", ".join(f"{name} {value}" for name, value in shown.items())
+
+
+def _shortened(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."

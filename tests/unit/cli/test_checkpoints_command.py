@@ -57,6 +57,7 @@ def test_show_lists_the_entries(run: Run, root: Path) -> None:
     output = run("checkpoints", "show", root).output
     rows = [line.split() for line in output.splitlines()]
     assert ["model.weight", "float32", "2", "x", "3", "1", "24", "B"] in rows
+    assert ["values.note", "value", '"x"'] in rows
     assert ["rank_0.random", "pickled"] in [row[:2] for row in rows]
     assert str(_newest(root)) in output
 
@@ -80,6 +81,19 @@ def test_gc_keeps_the_last_steps(run: Run, root: Path) -> None:
     assert "deleted 0 checkpoints" in run("checkpoints", "gc", root).output
 
 
+def test_gc_never_deletes_the_newest_step_that_is_whole(run: Run, root: Path) -> None:
+    for path in root.glob("*-step[23]-*/rank-00000.0.safetensors"):
+        path.write_bytes(b"")
+    assert run("checkpoints", "gc", root, "--keep-last", "1").exit_code == 0
+    assert bridge.CheckpointManager(root).steps() == [1, 3]
+    for path in root.glob("*-step1-*/rank-00000.0.safetensors"):
+        path.unlink()
+    result = run("checkpoints", "gc", root, "--keep-last", "1")
+    assert result.exit_code == 1
+    assert "is whole, so none was deleted" in result.output
+    assert bridge.CheckpointManager(root).steps() == [1, 3]
+
+
 def test_convert_goes_from_and_to_the_forms_of_others(run: Run, tmp_path: Path) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     state = {"model": {"w": torch.arange(6.0).reshape(2, 3), "flag": torch.tensor([True, False])}, "step": 7}
@@ -100,6 +114,7 @@ def test_convert_goes_from_and_to_the_forms_of_others(run: Run, tmp_path: Path) 
     result = run("checkpoints", "verify", tmp_path / "stock")
     assert result.exit_code == 1
     assert "holds no digests" in result.output
+    assert "torch's FileSystemWriter" in run("checkpoints", "ls", tmp_path / "stock").output
 
 
 def test_a_marker_of_something_else_is_told(run: Run, tmp_path: Path) -> None:
