@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -79,6 +81,15 @@ def test_text(tmp_path: Path) -> None:
     assert max(sizes) == 64
 
 
+def test_checkpoints(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, "rows")
+    rows = pa.table({"x": np.arange(640.0), "y": np.arange(640.0) % 2})
+    pq.write_table(rows, folder / "rows.parquet")
+
+    assert _lines("checkpoints.md", tmp_path) == ["20 [10, 15]"]
+    assert _lines("checkpoints.md", tmp_path) == ["20 [10, 15]"]  # from step 15 to the end again
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
@@ -88,6 +99,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_each_page_with_code_is_run(page: Path) -> None:
-    tests: dict[str, Callable[..., None]] = {"images.md": test_images, "audio.md": test_audio, "text.md": test_text}
+    tests: dict[str, Callable[..., None]] = {
+        "images.md": test_images,
+        "audio.md": test_audio,
+        "text.md": test_text,
+        "checkpoints.md": test_checkpoints,
+    }
 
     assert not _blocks(page.name) or page.name in tests

@@ -39,7 +39,7 @@ class RunState:
     """The parts of a run by name: models, optimizers, what else has a `state_dict`, and values.
 
     Raises:
-        ValueError: A part has a name that is kept for ranks.
+        ValueError: A part has a name that is kept for ranks, or is the state of a model in place of the model.
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
@@ -56,6 +56,12 @@ class RunState:
         }
         self.values = {name: part for name, part in rest.items() if name not in self._stateful}
         """The parts that have no state of their own."""
+        for name, part in self.values.items():
+            if isinstance(part, Mapping) and any(isinstance(value, torch.Tensor) for value in part.values()):
+                raise ValueError(
+                    f"the part {name!r} is a dict of tensors, which would be restored into a dict and into nothing "
+                    "else.\n  Give what it is the state of: the model, not its state_dict()."
+                )
         self._begun: list[torch.optim.Optimizer] = []
         self._names: dict[str, list[str]] = {}  # of the parameters of each optimizer, in its order
 

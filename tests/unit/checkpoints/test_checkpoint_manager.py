@@ -974,3 +974,11 @@ def test_a_checkpoint_that_is_no_step_is_told_from_an_empty_root(tmp_path: Path)
 
     with pytest.warns(UserWarning, match="what is there is no step of a run"):
         assert bridge.CheckpointManager(tmp_path).restore_latest({}) is None
+
+
+def test_the_state_of_a_model_is_not_taken_for_the_model(tmp_path: Path) -> None:
+    with (
+        bridge.CheckpointManager(tmp_path, async_save=False) as manager,
+        pytest.raises(ValueError, match="Give what it is the state of: the model, not its state_dict"),
+    ):
+        manager.save(1, {"model": torch.nn.Linear(2, 2).state_dict()})
