@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from typing import Any
 
-import torch
-
-from bridge.checkpoints.layout import unpickled
+from bridge.checkpoints.layout import pickled, unpickled
 from bridge.config import load_settings
 from bridge.errors import CheckpointNotFoundError, CorruptFileError, VolumeError
 from bridge.volumes.commit import begin, collect_garbage, complete_attempts, delete_attempt, read_marker
 from bridge.volumes.digest import digest_bytes
+from bridge.volumes.storage import Storage
 from bridge.volumes.stores import open_storage
 
 _LABEL = "file"
@@ -27,16 +25,17 @@ def save_file(obj: Any, path: str | os.PathLike[str]) -> None:
     what was there before is deleted then.
 
     Raises:
-        VolumeError: The place cannot be written; what was there before is as it was.
+        CheckpointError: The object holds what `load_file` would refuse, as a whole module does: give its state_dict().
+        VolumeError: The place cannot be written. In each case what was there before is as it was.
 
     Example:
         >>> import bridge
         >>> bridge.save_file({"threshold": 0.5}, "/Volumes/main/ml/models/best.pt")  # doctest: +SKIP
     """
     storage = open_storage(path, volume_root=load_settings().volume_root)
-    buffer = io.BytesIO()
-    torch.save(obj, buffer)
-    data = buffer.getbuffer()
+    if _is_file(storage):
+        raise VolumeError(f"{path} is a file, and save_file makes a folder.\n  Give another name.")
+    data = pickled(os.fspath(path), obj)
     with begin(storage, _LABEL) as attempt:
         try:
             storage.make_folder(attempt.name)
@@ -78,4 +77,11 @@ def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> Any
                 f"{where} is damaged: it is not what was saved.\n  Save it again, or restore the file."
             )
         return unpickled(data, where, map_location)
-    raise CheckpointNotFoundError(f"{path} holds nothing that bridge.save_file completed.\n  Correct the path.")
+    told = "holds nothing that bridge.save_file completed.\n  Correct the path."
+    if _is_file(storage):
+        told = "is a file, which bridge.save_file does not make.\n  torch.load(path, weights_only=True) may read it."
+    raise CheckpointNotFoundError(f"{path} {told}")
+
+
+def _is_file(storage: Storage) -> bool:
+    return storage.folder is not None and storage.folder.is_file()

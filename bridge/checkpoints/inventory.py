@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
@@ -201,7 +202,11 @@ def _loaded(source: str) -> dict[str, Any]:
         found = unpickled(Path(source).read_bytes(), source)
         return dict(found) if isinstance(found, Mapping) else {"state": found}
     state: dict[str, Any] = {}
-    _load_state_dict(state, UCVolumeReader(source), no_dist=True, planner=_EmptyStateDictLoadPlanner())
+    try:
+        _load_state_dict(state, UCVolumeReader(source), no_dist=True, planner=_EmptyStateDictLoadPlanner())
+    except CheckpointException as exc:
+        reason, _ = next(iter(exc.failures.values()))
+        raise CheckpointError(f"{source} cannot be loaded: {reason}") from exc
     return state
 
 

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
-from bridge.checkpoints.opened import open_checkpoint
+from bridge.checkpoints.opened import STOCK, open_checkpoint
 from bridge.checkpoints.reader import UCVolumeReader
 from bridge.checkpoints.retention import Mode, Retention, Saved, delete_unheld, list_saved
 from bridge.checkpoints.staging import Staging
@@ -34,7 +34,7 @@ from bridge.checkpoints.writer import UCVolumeWriter
 from bridge.config import load_settings
 from bridge.distributed import from_rank_0, on_every_rank, own_group, rank, world_size
 from bridge.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError, VolumeError
-from bridge.volumes.commit import attempts, read_marker
+from bridge.volumes.commit import attempts, complete_attempts, read_marker
 from bridge.volumes.hold import has_marker
 from bridge.volumes.storage import Storage
 from bridge.volumes.stores import open_storage
@@ -183,7 +183,6 @@ class CheckpointManager:
         if self._when_busy == "skip" and not self.should_stop and from_rank_0(self._is_busy, what="save: busy?"):
             return False
         self.wait()
-        group = own_group(_GROUP) if world_size() > 1 else None
 
         def copied() -> tuple[dict[str, Any], dict[str, Any]]:
             facts = {"step": number, "metrics": {name: float(value) for name, value in (metrics or {}).items()}}
@@ -197,6 +196,8 @@ class CheckpointManager:
         except BaseException:
             self._staging.give_back()
             raise
+        # only now, when all ranks are known to be here: to make a group waits for the others without a word
+        group = own_group(_GROUP) if world_size() > 1 else None
         write = partial(self._write, made, facts, group)
         if not self._is_async:
             write()
@@ -253,9 +254,9 @@ class CheckpointManager:
         global position. Values go into `state`, if it can be written to, and into the result.
 
         Raises:
-            CheckpointError: Steps are there and none is whole, or the state does not fit to what was saved: parts are
-                missing on either side, or of another shape or type. The same on every rank. Then nothing of the state
-                has changed, unless the message says so.
+            CheckpointError: Steps are there and none is whole, something else is there and no step, or the state does
+                not fit to what was saved: parts are missing on either side, or of another shape or type. The same on
+                every rank. Then nothing of the state has changed, unless the message says so.
             RankError: The ranks do not restore from the same root.
             VolumeError: The root cannot be read.
         """
@@ -296,12 +297,13 @@ class CheckpointManager:
         """Return the complete saves, steps whose marker is there and not whole, and in words what else there is."""
         storage = self._storage()
         found, begun = list_saved(storage), attempts(storage)
-        others = ""
-        if begun and not found:
-            is_complete = any(read_marker(storage, attempt.name) for attempt in begun)
-            others = f"{len(begun)} saves were begun there, and none was completed"
-            if is_complete:
-                others = "what is there is no step of a run; bridge.UCVolumeReader loads a checkpoint that it is"
+        if not found and _holds_something_else(storage):
+            raise CheckpointError(
+                f"{self.root} holds something, and no step of a run: a single checkpoint, an export or a file.\n"
+                "  Give the folder that a CheckpointManager saved to, or a new one; bridge.UCVolumeReader loads a "
+                "single checkpoint."
+            )
+        others = f"{len(begun)} saves were begun there, and none was completed" if begun and not found else ""
         complete = {saved.attempt.name for saved in found}
         unmarked = [
             (int(attempt.label.removeprefix(_LABEL)), "its marker is not whole")
@@ -391,6 +393,13 @@ class CheckpointManager:
         # a process that was forked ends as it would have without us
         signal.signal(signal.SIGTERM, self._earlier_handler)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _holds_something_else(storage: Storage) -> bool:
+    folder = storage.folder
+    if folder is not None and (folder.is_file() or (folder / STOCK).is_file()):
+        return True
+    return read_marker(storage) is not None or next(complete_attempts(storage), None) is not None
 
 
 def _random(saved: Saved) -> str:

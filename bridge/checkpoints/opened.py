@@ -73,6 +73,8 @@ def open_checkpoint(path: str) -> Opened:
         return Opened(storage, "", None, None)
     begun = len(attempts(storage))
     told = f"{begun} were begun and not completed" if begun else "nothing was saved there"
+    if next(complete_attempts(storage), None) is not None:
+        told = "what is complete there is something else, such as a file of bridge.save_file"
     raise CheckpointNotFoundError(f"{path} holds no complete checkpoint: {told}.\n  bridge checkpoints ls shows more.")
 
 

@@ -39,10 +39,13 @@ class RunState:
     """The parts of a run by name: models, optimizers, what else has a `state_dict`, and values.
 
     Raises:
+        TypeError: They are no dict.
         ValueError: A part has a name that is kept for ranks, or is the state of a model in place of the model.
     """
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
+        if not isinstance(parts, Mapping):
+            raise TypeError(f"the state is a {type(parts).__name__}; give a dict of names and parts.")
         for name in parts:
             if name in (_RANDOM, _VALUES) or name.startswith("rank_"):
                 raise ValueError(f"the state has a part named {name!r}, which is kept for the ranks.\n  Rename it.")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _MOST_SHOWN = 40  # of a value
 
-app = typer.Typer(no_args_is_help=True, help="Checkpoints: what is there, whether it is whole, and what may go.")
+app = typer.Typer(no_args_is_help=True, help="Checkpoints: what is there, and what may go.")
 
 RootArgument = Annotated[str, typer.Argument(metavar="ROOT", help="The folder that was saved to.")]
 PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="That folder, or one checkpoint in it, as ls shows.")]

@@ -16,7 +16,7 @@ import torch
 
 import bridge
 from bridge.checkpoints import files
-from bridge.errors import CheckpointNotFoundError, CorruptFileError, VolumeError
+from bridge.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError, VolumeError
 from bridge.volumes.commit import Attempt, attempts, complete_attempts
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.storage import Storage
@@ -108,8 +108,12 @@ def test_a_file_that_is_gone_is_named(tmp_path: Path) -> None:
         bridge.load_file(tmp_path)
 
 
-def test_what_would_run_code_is_refused(tmp_path: Path) -> None:
-    bridge.save_file(Harmful(), tmp_path)
+def test_what_would_run_code_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # as somebody may have written it who means harm
+    made = io.BytesIO()
+    torch.save(Harmful(), made)
+    monkeypatch.setattr(files, "pickled", lambda name, value: made.getvalue())
+    bridge.save_file(1, tmp_path)
 
     with pytest.raises(CorruptFileError, match=f"{file_of(tmp_path)} is refused: Unsupported ") as caught:
         bridge.load_file(tmp_path)
@@ -132,7 +136,7 @@ def test_it_would_have_run() -> None:
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("a file of somebody")
 
-    with pytest.raises(VolumeError, match=f"{tmp_path}/x cannot be written"):
+    with pytest.raises(VolumeError, match=f"{tmp_path}/x is a file"):
         bridge.save_file(1, tmp_path / "x")
     assert (tmp_path / "x").read_text() == "a file of somebody"
 
@@ -253,3 +257,18 @@ def test_killed_at_every_step_it_is_the_old_or_the_new(tmp_path: Path, monkeypat
         assert status == -signal.SIGKILL
     assert step > 20
     assert last == step
+
+
+def test_what_would_be_refused_is_not_saved_and_nothing_is_lost(tmp_path: Path) -> None:
+    bridge.save_file({"a": 1}, tmp_path / "best.pt")
+    with pytest.raises(CheckpointError, match=r"holds a torch\.nn\.modules\.linear\.Linear, which cannot be loaded"):
+        bridge.save_file(torch.nn.Linear(1, 1), tmp_path / "best.pt")
+    assert bridge.load_file(tmp_path / "best.pt") == {"a": 1}
+
+
+def test_a_plain_file_is_told(tmp_path: Path) -> None:
+    torch.save({"a": 1}, tmp_path / "plain.pt")
+    with pytest.raises(VolumeError, match="is a file, and save_file makes a folder"):
+        bridge.save_file({"a": 1}, tmp_path / "plain.pt")
+    with pytest.raises(CheckpointNotFoundError, match="may read it"):
+        bridge.load_file(tmp_path / "plain.pt")

@@ -972,8 +972,15 @@ def test_a_newer_step_whose_marker_is_damaged_is_told(tmp_path: Path) -> None:
 def test_a_checkpoint_that_is_no_step_is_told_from_an_empty_root(tmp_path: Path) -> None:
     bridge.save_file({"a": 1}, tmp_path)
 
-    with pytest.warns(UserWarning, match="what is there is no step of a run"):
-        assert bridge.CheckpointManager(tmp_path).restore_latest({}) is None
+    for root in (tmp_path, next(tmp_path.glob("*-file-*")), next(tmp_path.glob("*-file-*/data.pt"))):
+        with pytest.raises(CheckpointError, match="holds something, and no step of a run"):
+            bridge.CheckpointManager(root).restore_latest({})
+
+
+def test_a_state_that_is_no_dict_is_refused(tmp_path: Path) -> None:
+    manager = bridge.CheckpointManager(tmp_path, async_save=False)
+    with pytest.raises(TypeError, match="the state is a Linear; give a dict"):
+        manager.save(1, torch.nn.Linear(1, 1))  # type: ignore[arg-type]
 
 
 def test_the_state_of_a_model_is_not_taken_for_the_model(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_help_loads_nothing_heavy() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.splitlines()[-1] == "[]"
-    for name in ("demo", "doctor", "plan", "load", "export", "cp", "cache", "config"):
+    for name in ("demo", "doctor", "plan", "load", "export", "checkpoints", "cp", "cache", "config"):
         assert f"\n  {name} " in shown
     assert "..." not in shown.partition("Commands:")[2], "a summary was cut"
 
