@@ -10,6 +10,7 @@ import contextlib
 import operator
 import os
 import signal
+import sys
 import threading
 import warnings
 import weakref
@@ -42,6 +43,7 @@ from bridge.volumes.stores import open_storage
 _GROUP = "bridge checkpoints"
 _SIGNALS = "bridge signals"
 _LABEL = "step"
+_NICE = 10
 # what makes a step unreadable, so that the next older one is tried
 _DAMAGE = (CorruptFileError, VolumeError, CheckpointNotFoundError)
 
@@ -203,7 +205,7 @@ class CheckpointManager:
             write()
             return True
         if self._threads is None:
-            self._threads = ThreadPoolExecutor(1, "bridge-checkpoint")
+            self._threads = ThreadPoolExecutor(1, "bridge-checkpoint", _stand_back)
         if not self._is_waited_for:
             # not atexit, before which no pool takes work any more, those that complete a save included
             threading._register_atexit(_finish, weakref.ref(self))  # type: ignore[attr-defined]
@@ -393,6 +395,13 @@ class CheckpointManager:
         # a process that was forked ends as it would have without us
         signal.signal(signal.SIGTERM, self._earlier_handler)
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _stand_back() -> None:
+    """Let training have the processor first, where threads have a priority of their own, as those of Linux have."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
 
 
 def _holds_something_else(storage: Storage) -> bool:
