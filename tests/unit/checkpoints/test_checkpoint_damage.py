@@ -24,24 +24,13 @@ from bridge.checkpoints.layout import INDEX, Entry, File, Index, Part, make_head
 from bridge.errors import CheckpointNotFoundError, CorruptFileError
 from bridge.volumes.commit import Marker
 from bridge.volumes.digest import digest_bytes
+from tests.harmful import RAN, Harmful
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 BLOCK_BYTES = 256
 DATA, MARKER = "rank-00000.0.safetensors", "_bridge.0.json"
 LIMITS = [None, 0, 300, 1000, 10**9]
-RAN: list[str] = []
-
-
-def run(what: str) -> None:
-    RAN.append(what)
-
-
-class Harmful:
-    """Runs something when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return run, ("code of the file",)
 
 
 @pytest.fixture(scope="module", autouse=True)

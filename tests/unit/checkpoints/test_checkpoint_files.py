@@ -21,19 +21,7 @@ from bridge.volumes.commit import Attempt, attempts, complete_attempts
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.storage import Storage
 from bridge.volumes.stores import LocalStorage
-
-RAN: list[str] = []
-
-
-def run(what: str) -> None:
-    RAN.append(what)
-
-
-class Harmful:
-    """Runs something when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return run, ("code of the file",)
+from tests.harmful import RAN, Harmful
 
 
 def file_of(path: Path) -> Path:

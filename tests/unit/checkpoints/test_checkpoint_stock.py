@@ -19,21 +19,9 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import bridge
 from bridge.errors import CheckpointError, CorruptFileError, LossyConversionError
+from tests.harmful import RAN, Harmful
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-RAN: list[str] = []
-
-
-def run(what: str) -> None:
-    RAN.append(what)
-
-
-class Harmful:
-    """Runs something when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return run, ("code of the file",)
 
 
 @pytest.fixture(autouse=True)
