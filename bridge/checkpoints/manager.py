@@ -308,10 +308,12 @@ class CheckpointManager:
         others = f"{len(begun)} saves were begun there, and none was completed" if begun and not found else ""
         complete = {saved.attempt.name for saved in found}
         unmarked = [
-            (int(attempt.label.removeprefix(_LABEL)), "its marker is not whole")
+            (int(step), "its marker is not whole")
             for attempt in begun
-            if attempt.name not in complete and attempt.label.startswith(_LABEL) and has_marker(storage, attempt.name)
-        ]
+            # read once more: another job's save may have been completed since
+            if attempt.name not in complete and (step := attempt.label.removeprefix(_LABEL)).isdecimal()
+            and has_marker(storage, attempt.name) and read_marker(storage, attempt.name) is None
+        ]  # fmt: skip
         return found, unmarked, others
 
     def _write(self, state: dict[str, Any], facts: dict[str, Any], group: Any) -> None:

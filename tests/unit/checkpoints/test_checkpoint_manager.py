@@ -989,3 +989,12 @@ def test_the_state_of_a_model_is_not_taken_for_the_model(tmp_path: Path) -> None
         pytest.raises(ValueError, match="Give what it is the state of: the model, not its state_dict"),
     ):
         manager.save(1, {"model": torch.nn.Linear(2, 2).state_dict()})
+
+
+def test_an_attempt_of_another_label_is_not_taken_for_a_step(tmp_path: Path) -> None:
+    folder = tmp_path / "1700000000000-stepper-0123456789ab"
+    folder.mkdir()
+    (folder / "_bridge.0.json").write_bytes(b"{}")
+
+    with pytest.warns(UserWarning, match="1 saves were begun there, and none was completed"):
+        assert bridge.CheckpointManager(tmp_path).restore_latest({}) is None
