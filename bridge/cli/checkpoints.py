@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bridge.cli.options import ProfileOption, choose_profile
-from bridge.cli.screen import print_table
-from bridge.display import format_bytes, format_count, format_seconds, plain_table
+from bridge.cli.screen import print_table, shown_age
+from bridge.display import format_bytes, format_count, plain_table
 
 if TYPE_CHECKING:
     from bridge.checkpoints.inventory import CheckpointInfo
@@ -33,7 +33,7 @@ def ls(root: RootArgument, profile: ProfileOption = None) -> None:
     rows = (
         [
             info.state if info.problem is None else f"DAMAGED: {info.problem}",
-            info.step, _size(info), info.world_size, _age(info), _facts(info), info.path,
+            info.step, _size(info), info.world_size, shown_age(info.age_s), _facts(info), info.path,
         ]
         for info in found
     )  # fmt: skip
@@ -132,11 +132,6 @@ def gc(
 
 def _size(info: CheckpointInfo) -> str:
     return "" if info.num_bytes is None else format_bytes(info.num_bytes)
-
-
-def _age(info: CheckpointInfo) -> str:
-    days = info.age_s / 86400
-    return f"{days:.0f} days" if days >= 2 else format_seconds(info.age_s)
 
 
 def _facts(info: CheckpointInfo) -> str:

@@ -9,8 +9,8 @@ import typer
 
 import bridge
 from bridge.cli.options import ProfileOption, choose_profile, seconds
-from bridge.cli.screen import print_table
-from bridge.display import format_bytes, format_count, format_seconds, plain_table
+from bridge.cli.screen import print_table, shown_age
+from bridge.display import format_bytes, format_count, plain_table
 
 if TYPE_CHECKING:
     from bridge.tables.inventory import ExportInfo, VerifyReport
@@ -203,10 +203,7 @@ def _what(info: ExportInfo) -> str:
 
 
 def _age(info: ExportInfo) -> str:
-    if not info.age_s:
-        return ""
-    days = info.age_s / 86400
-    return f"{days:.0f} days" if days >= 2 else format_seconds(max(info.age_s, 0.0))
+    return shown_age(info.age_s) if info.age_s else ""
 
 
 def _use(info: ExportInfo) -> str:

@@ -7,7 +7,7 @@ import sys
 import textwrap
 from typing import TYPE_CHECKING
 
-from bridge.display import plain_table
+from bridge.display import format_seconds, plain_table
 
 if TYPE_CHECKING:
     from bridge.columns.contract import TypeContract
@@ -32,6 +32,12 @@ def print_table(table: object) -> None:
                 line[last_column:], width - last_column, break_on_hyphens=False, break_long_words=False
             )
             print(line[:last_column] + f"\n{' ' * last_column}".join(pieces))
+
+
+def shown_age(seconds: float) -> str:
+    """Return an age in the unit that fits it; a clock that went back shows as none."""
+    days = seconds / 86400
+    return f"{days:.0f} days" if days >= 2 else format_seconds(max(seconds, 0.0))
 
 
 def print_types(types: TypeContract) -> None:
