@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -140,7 +141,8 @@ def convert_checkpoint(source: str | os.PathLike[str], target: str | os.PathLike
         LocalStorage(Path(target).parent).write(Path(target).name, [header, *data])
         return len(tensors)
     else:
-        _save_state_dict(state, UCVolumeWriter(target), no_dist=True)
+        with _translated(f"{target} cannot be saved"):
+            _save_state_dict(state, UCVolumeWriter(target), no_dist=True)
     return len(state)
 
 
@@ -202,12 +204,18 @@ def _loaded(source: str) -> dict[str, Any]:
         found = unpickled(Path(source).read_bytes(), source)
         return dict(found) if isinstance(found, Mapping) else {"state": found}
     state: dict[str, Any] = {}
-    try:
+    with _translated(f"{source} cannot be loaded"):
         _load_state_dict(state, UCVolumeReader(source), no_dist=True, planner=_EmptyStateDictLoadPlanner())
-    except CheckpointException as exc:
-        reason, _ = next(iter(exc.failures.values()))
-        raise CheckpointError(f"{source} cannot be loaded: {reason}") from exc
     return state
+
+
+@contextlib.contextmanager
+def _translated(problem: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointException as exc:  # no Exception, and of one rank here
+        reason, _ = next(iter(exc.failures.values()))
+        raise CheckpointError(f"{problem}: {reason}") from exc
 
 
 def _tensors(value: Any, name: str = "") -> list[tuple[str, torch.Tensor]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from bridge.checkpoints.layout import INDEX, Index
 from bridge.checkpoints.writer import KIND
@@ -33,12 +32,6 @@ class Opened:
     def address(self) -> str:
         """Its folder."""
         return f"{self.storage}/{self.name}" if self.name else str(self.storage)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """What its writer noted beside it."""
-        facts: dict[str, Any] = self.marker.body["facts"] if self.marker else {}
-        return facts
 
     def folder(self) -> Path:
         """Return the folder that Python opens."""

@@ -1,6 +1,6 @@
 """The side of torch's distributed checkpoints that writes: each save is an attempt of its own, complete or absent.
 
-    all ranks     reset ── the coordinator begins an attempt, and tells its name ── each writes its files
+    all ranks     storage_meta ── the coordinator begins an attempt, and tells its name ── each writes its files
     coordinator   finish: every planned entry has a result ── index ── files seen in full size ── marker
 
 The name goes through the store of the default process group and not with the plan: a planner that caches plans gives
