@@ -139,7 +139,8 @@ def write_export(
         def write(place: Place) -> Written:
             return write_shards(source, place, shape, size, as_integers=as_integers, show=show)
 
-        folder, manifest = publish(parent, identity.key or "unpinned", source.name, schema, write, described, show=show)
+        label, by_server = identity.key or "unpinned", source.engine.spark_writes
+        folder, manifest = publish(parent, label, source.name, schema, write, described, by_server=by_server, show=show)
         return folder, manifest, Rules.from_json(schema, manifest.receipt["policies"])
 
     try:
@@ -156,6 +157,7 @@ def publish(
     write: Callable[[Place], Written],
     describe: Callable[[tuple[Shard, ...], Path], Manifest],
     *,
+    by_server: bool = False,
     show: bool | None = None,
 ) -> tuple[Path, Manifest]:
     """Make an attempt under `parent` complete: write its shards, see and digest them, commit what describes them.
@@ -164,9 +166,10 @@ def publish(
         label: By which the attempt is found.
         name: What is exported, for errors.
         schema: The types that readers will get.
+        by_server: Whether the engine writes the shards, and not this process.
     """
     storage = LocalStorage(parent.folder())
-    with begin(storage, label) as attempt:
+    with begin(storage, label, by_server=by_server) as attempt:
         folder = storage.folder / attempt.name
         try:
             written = write(parent / attempt.name)

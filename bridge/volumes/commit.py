@@ -39,7 +39,11 @@ _LABEL = re.compile(r"[a-z0-9]{1,32}")
 _NAME = re.compile(rf"(?P<generation>\d{{13,}})-(?P<label>{_LABEL.pattern})-(?P<id>[0-9a-f]{{12}})")
 _MARKERS = tuple(f"_bridge.{number}.json" for number in range(4))
 _WITHDRAWN_S = 30.0
-_LAST_FILES_S = 5.0
+
+# How long a folder must have been gone that a server wrote, which was told to stop: Spark's tasks end when they notice,
+# and one that starts its next file makes the folder again. And how long that is waited for.
+_GONE_S = 1.0
+_LAST_FILES_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -124,10 +128,11 @@ def is_abandoned(attempt: Attempt, *, is_leased: bool, now_ns: int, grace_s: flo
 class OpenAttempt:
     """An attempt that is being written: its files go into the folder `name` of `storage`, then `commit`."""
 
-    def __init__(self, storage: Storage, attempt: Attempt, lease: Lease) -> None:
+    def __init__(self, storage: Storage, attempt: Attempt, lease: Lease, *, by_server: bool = False) -> None:
         self.storage = storage
         self.attempt = attempt
         self._lease = lease
+        self._gone_s = _GONE_S if by_server else 0.0
         self._markers: list[str] = []
         self._is_complete = False
 
@@ -189,22 +194,27 @@ class OpenAttempt:
                 self._markers = [name for name in self._markers if not self.storage.delete(name)]
                 time.sleep(0.05 if self._markers else 0)
         # A marker that is not seen yet may show at any time, and must find all its files then.
+        if self._markers:
+            return
+        gone_since = None
         deadline = time.monotonic() + _LAST_FILES_S
-        while not self._markers:
-            try:
-                delete_attempt(self.storage, self.attempt)
-            except VolumeError:
-                # a server that was told to stop may write its last file after we listed them
-                if time.monotonic() > deadline:
-                    return
-                time.sleep(0.2)
-            else:
+        while time.monotonic() < deadline:
+            with contextlib.suppress(VolumeError):  # a file was written since its folder was listed
+                if gone_since is None or self.attempt in attempts(self.storage):
+                    gone_since = None
+                    delete_attempt(self.storage, self.attempt)
+                    gone_since = time.monotonic()
+            if gone_since is not None and time.monotonic() - gone_since >= self._gone_s:
                 return
+            time.sleep(0.2)
 
 
 @contextlib.contextmanager
-def begin(storage: Storage, label: str) -> Iterator[OpenAttempt]:
+def begin(storage: Storage, label: str, *, by_server: bool = False) -> Iterator[OpenAttempt]:
     """Give a fresh attempt, leased while the block lasts; unless it was committed, it is deleted at the end.
+
+    Args:
+        by_server: Whether a server writes its files, and may go on for a moment when it is told to stop.
 
     Raises:
         ValueError: `label` is not 1 to 32 of [a-z0-9].
@@ -225,7 +235,7 @@ def begin(storage: Storage, label: str) -> Iterator[OpenAttempt]:
     try:
         generation = max((attempt.generation + 1 for attempt in attempts(storage)), default=0)
         generation = max(generation, lease.started_ns // 1_000_000)
-        opened = OpenAttempt(storage, Attempt(generation, label, attempt_id), lease)
+        opened = OpenAttempt(storage, Attempt(generation, label, attempt_id), lease, by_server=by_server)
         try:
             yield opened
         finally:

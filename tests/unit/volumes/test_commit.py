@@ -29,6 +29,7 @@ from bridge.volumes.commit import (
 )
 from bridge.volumes.storage import Storage
 from bridge.volumes.stores import FsspecStorage, LocalStorage, open_storage
+from tests.processes import eventually
 
 BODY = {"name": "é", "rows": [1, 2, {"deep": None}], "digest": "not this one"}
 MARKER = Marker(BODY, {})
@@ -384,6 +385,26 @@ def test_an_attempt_that_was_not_committed_is_deleted(storage: Storage) -> None:
         storage.make_folder(opened.name)
 
     assert attempts(storage) == []
+
+
+def test_what_a_server_writes_after_it_was_told_to_stop_is_deleted_too(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    late: list[threading.Thread] = []
+
+    def write_again(folder: Path) -> None:
+        eventually(lambda: not folder.exists())
+        time.sleep(0.3)
+        folder.mkdir()
+        (folder / "part-1.parquet").write_bytes(b"x")
+
+    with begin(storage, "a", by_server=True) as opened:
+        storage.make_folder(opened.name)
+        storage.write(f"{opened.name}/part-0.parquet", [b"x"])
+        late.append(threading.Thread(target=write_again, args=(tmp_path / opened.name,)))
+        late[0].start()
+
+    late[0].join()
+    assert names(storage) == ["_leases"]
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
