@@ -309,45 +309,39 @@ def _unpacked(packed: bytes) -> Exception:
 
 
 class Told:
-    """Something that one rank tells all others, in the middle of a call that they make together.
+    """Something that one rank tells the others before a collective call that they make together, and they ask after it.
 
-    It goes through the store, where what ranks of any process group have to say to one another finds them. Calls of the
-    same name count, so that an answer is that of this call: all ranks that take part make one of these, every time.
+    It goes through the store, where ranks of any process group find what others have to say. It is there when they ask,
+    since the call came between; and what a call of before left was told anew.
     """
 
     def __init__(self, what: str) -> None:
         self._what = what
-        self._value: str | None = None
         self._store: Any = None
         if world_size() > 1:
             from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-            self._store = PrefixStore(f"bridge/told/{what}", _get_default_store())
-            self._key = str(self._store.add(f"calls/{rank()}", 1))
+            self._store = PrefixStore("bridge/told", _get_default_store())
 
     def tell(self, value: str) -> None:
         """Tell the others."""
-        self._value = value
         if self._store is not None:
-            self._store.set(self._key, value)
+            self._store.set(self._what, value)
 
     def ask(self) -> str:
-        """Return what is told, when it is.
+        """Return what was told.
 
         Raises:
-            RankError: Nobody tells it within ARRIVAL_S.
+            RankError: Nobody told it.
         """
-        if self._value is None:
-            # a blocking get would keep other threads from the store
-            if self._store is None or not _until(lambda: self._store.check([self._key]), ARRIVAL_S):
-                raise RankError(f"no rank began {self._what} within {ARRIVAL_S:g} s.{_TOGETHER}")
-            self._value = self._store.get(self._key).decode()
-        return self._value
+        if self._store is None or not self._store.check([self._what]):
+            raise RankError(f"rank {rank()} takes part in {self._what}, which no rank began.{_TOGETHER}")
+        return str(self._store.get(self._what).decode())
 
     def forget(self) -> None:
         """Take it back, when all have asked; on the rank that told it."""
         if self._store is not None:
-            self._store.delete_key(self._key)
+            self._store.delete_key(self._what)
 
 
 def broadcast_rows(rows: pa.Table | None, *, what: str) -> pa.Table:

@@ -161,6 +161,7 @@ def spread(folder_name: str) -> None:
                     load_all(folder / str(saved), f"{saved} on {size}")
     with group_of(4, folder, "bytes"):
         tell("bytes", lambda: bytes_read(folder))
+        tell("groups", lambda: saved_by_groups(folder / "groups"))
 
 
 def save_all(folder: Path, size: int) -> None:
@@ -242,6 +243,21 @@ def bytes_read(folder: Path) -> Any:
     local = state["rows"].to_local()
     assert torch.equal(local, rows[RANK * size : (RANK + 1) * size])
     return [count, local.nbytes, rows.nbytes]
+
+
+def saved_by_groups(path: Path) -> list[list[str]]:
+    """Return what is loaded after some of four ranks have saved to a path, then others, then all."""
+    found = []
+    for ranks in ([0, 1], [2, 3], [3], [0, 1, 2, 3], [1, 2]):
+        group = dist.new_group(ranks)
+        if RANK in ranks:
+            mine: dict[str, Any] = {f"{len(ranks)} of {RANK}": torch.full((2,), RANK)}
+            dcp.save(mine, storage_writer=bridge.UCVolumeWriter(path), process_group=group)
+        dist.barrier()
+        loaded = bridge.UCVolumeReader(path).read_metadata().state_dict_metadata
+        found.append(sorted(loaded))
+        dist.barrier()
+    return found
 
 
 @contextlib.contextmanager
@@ -326,6 +342,7 @@ def faults(folder_name: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=240))
     folder = Path(folder_name)
     by_torch(folder / "dcp")
+    mixed(folder / "mixed")
     by_manager(folder / "manager")
     told_apart(folder / "apart")
     busy(folder / "busy")
@@ -350,6 +367,24 @@ def by_torch(folder: Path) -> None:
     tell("dcp still untouched", lambda: float(state["rows"].to_local().abs().sum()))
     dcp.load(state, storage_reader=bridge.UCVolumeReader(folder))
     tell("dcp loaded", lambda: bool(state["rows"].full_tensor().equal(large()["rows"].full_tensor())))
+
+
+def mixed(root: Path) -> None:
+    """Save what is not the same on all ranks under one name."""
+    several = {
+        "shapes": torch.zeros(2 + RANK),
+        "types": torch.zeros(2, dtype=(torch.float32, torch.int32)[RANK]),
+        "kinds": torch.zeros(2) if RANK else 3,
+        "parts": distribute_tensor(torch.zeros(4 + 2 * RANK), init_device_mesh("cpu", (2,)), [Shard(0)]),
+    }
+    for name, value in several.items():
+        state = {"same": torch.zeros(3), name: value}
+        all_fail(f"mixed {name}", lambda state=state: dcp.save(state, storage_writer=bridge.UCVolumeWriter(root)))  # type: ignore[misc]
+    model = torch.nn.Linear(2, 2 + RANK)
+    with bridge.CheckpointManager(root / "run", handle_sigterm=False, async_save=False) as manager:
+        tell("mixed models", lambda: manager.save(1, {"model": model}))
+        tell("mixed steps", manager.steps)
+    all_fail("other paths", lambda: dcp.save({"a": 1}, storage_writer=bridge.UCVolumeWriter(root / str(RANK))))
 
 
 def by_manager(root: Path) -> None:

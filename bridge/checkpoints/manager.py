@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import operator
 import os
-import signal
 import sys
 import threading
 import warnings
@@ -18,7 +17,7 @@ from collections.abc import Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -29,13 +28,14 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 from bridge.checkpoints.opened import STOCK, open_checkpoint
 from bridge.checkpoints.reader import UCVolumeReader
 from bridge.checkpoints.retention import Mode, Retention, Saved, delete_unheld, list_saved
+from bridge.checkpoints.sigterm import Sigterm
 from bridge.checkpoints.staging import Staging
 from bridge.checkpoints.state import RunState
 from bridge.checkpoints.writer import UCVolumeWriter
 from bridge.config import load_settings
 from bridge.distributed import from_rank_0, on_every_rank, own_group, rank, world_size
 from bridge.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError, VolumeError
-from bridge.volumes.commit import attempts, complete_attempts, read_marker
+from bridge.volumes.commit import attempts, begin, complete_attempts, read_marker
 from bridge.volumes.hold import has_marker
 from bridge.volumes.storage import Storage
 from bridge.volumes.stores import open_storage
@@ -124,15 +124,13 @@ class CheckpointManager:
         self._retention = Retention(keep_last, keep_every, best)
         self._is_async = async_save
         self._when_busy = when_busy
-        self._handles_sigterm = handle_sigterm
         self._staging = Staging()
         self._threads: ThreadPoolExecutor | None = None
         self._running: Future[None] | None = None
         self._is_waited_for = False
         self._protected: set[str] = set()
-        self._is_told = threading.Event()
-        self._earlier_handler: Any = None
-        self._handler_pid: int | None = None
+        self._is_writable = False
+        self._sigterm = Sigterm() if handle_sigterm else None
 
     def __enter__(self) -> Self:
         return self
@@ -149,10 +147,18 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Return whether this step is to be saved: the same on every rank.
 
-        It is, where the step is a multiple of `every`, or any rank got SIGTERM; `should_stop` then says so too.
+        It is, where the step is a multiple of `every`, or any rank got SIGTERM; `should_stop` then says so too. The
+        first call sees that there is a root that can be written, so that a run does not end at its first save.
+
+        Raises:
+            VolumeError: The root cannot be written; the same on every rank.
         """
-        self._handle_sigterm()
-        told = self._is_told.is_set()
+        if self._sigterm is not None:
+            self._sigterm.catch()
+        if not self._is_writable:
+            from_rank_0(self._try_to_write, what=f"should_save: may {self.root} be written?")
+            self._is_writable = True
+        told = self._sigterm is not None and self._sigterm.is_told
         if world_size() > 1:
             flag = torch.tensor(int(told), device="cpu")
             torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX, group=own_group(_SIGNALS))
@@ -232,10 +238,8 @@ class CheckpointManager:
         Raises:
             CheckpointError: As in `wait`.
         """
-        if self._handler_pid is not None and threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGTERM) == self._on_sigterm:
-                signal.signal(signal.SIGTERM, self._earlier_handler)
-            self._handler_pid = None
+        if self._sigterm is not None:
+            self._sigterm.give_back()
         try:
             self.wait()
         finally:
@@ -292,6 +296,10 @@ class CheckpointManager:
     def _storage(self) -> Storage:
         return open_storage(self.root, volume_root=load_settings().volume_root)
 
+    def _try_to_write(self) -> None:
+        with begin(self._storage(), _LABEL):
+            pass
+
     def _is_busy(self) -> bool:
         return self._running is not None and not self._running.done()
 
@@ -335,13 +343,17 @@ class CheckpointManager:
         """Delete what no rule keeps; the save itself stands whether or not that works."""
         try:
             storage = self._storage()
-            doomed = self._retention.doomed(list_saved(storage), self._protected)
-            problems = delete_unheld(storage, [one.attempt for one in doomed])
+            saved = list_saved(storage)
+            doomed = self._retention.doomed(saved, self._protected)
+            problems = [
+                f"an old checkpoint stays: {told}" for told in delete_unheld(storage, [x.attempt for x in doomed])
+            ]
+            problems += self._retention.why_no_best(saved)
         except OSError as exc:
-            problems = [str(exc)]
+            problems = [f"an old checkpoint stays: {exc}"]
         for problem in problems:
             with contextlib.suppress(UserWarning):  # where warnings are errors, rank 0 would be alone with it
-                warnings.warn(f"an old checkpoint stays: {problem}", stacklevel=2)
+                warnings.warn(problem, stacklevel=2)
 
     def _restore(self, saved: Saved, state: Mapping[str, Any]) -> dict[str, Any]:
         """Restore a save, and return its values.
@@ -382,21 +394,6 @@ class CheckpointManager:
         if isinstance(state, MutableMapping):
             state.update({name: value for name, value in values.items() if name in run.values})
         return values
-
-    def _handle_sigterm(self) -> None:
-        is_main = threading.current_thread() is threading.main_thread()
-        if self._handles_sigterm and self._handler_pid is None and is_main:
-            # None is a handler that Python did not set, and cannot set again
-            self._earlier_handler = signal.signal(signal.SIGTERM, self._on_sigterm) or signal.SIG_DFL
-            self._handler_pid = os.getpid()
-
-    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() == self._handler_pid:
-            self._is_told.set()
-            return
-        # a process that was forked ends as it would have without us
-        signal.signal(signal.SIGTERM, self._earlier_handler)
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _stand_back() -> None:

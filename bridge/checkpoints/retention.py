@@ -67,6 +67,13 @@ class Retention:
         measured = [one for one in saved if one.metrics.get(name, float("nan")) == one.metrics.get(name)]
         return min(measured, key=lambda one: (sign * one.metrics[name], one.step), default=None)
 
+    def why_no_best(self, saved: Sequence[Saved]) -> list[str]:
+        """Return what to tell somebody who measured something, and not what the best is told by."""
+        measured = sorted({name for one in saved for name in one.metrics})
+        if self.best is None or self.best[0] in measured or not measured:
+            return []
+        return [f"no step has the metric {self.best[0]!r} that best= names; they have: {', '.join(measured)}"]
+
 
 def list_saved(storage: Storage) -> list[Saved]:
     """Return the complete saves of a run, the newest step first, and of a step what readers pick first.

@@ -4,7 +4,7 @@
     coordinator   finish: every planned entry has a result ── index ── files seen in full size ── marker
 
 The name goes through the store of the default process group and not with the plan: a planner that caches plans gives
-the first save's back. Attempts of one path count in the store, so that an answer is that of this save.
+the first save's back. It is told before torch gathers the plans, and asked for after.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -128,12 +128,29 @@ class UCVolumeWriter(StorageWriter):
         self._save.begin(is_coordinator, kwargs.get("rank") or 0, self._label)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
-        return plan
+        """Return the plan with what its tensors are as a whole."""
+        if world_size() == 1:
+            return plan
+        tensors = ((item.index.fqn, item.tensor_data) for item in plan.items if item.tensor_data is not None)
+        wholes = {name: f"{list(data.size)} of {data.properties.dtype}" for name, data in tensors}
+        return replace(plan, storage_data=wholes or None)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are."""
-        return plans
+        """Return the plans, in which torch has left a tensor that several ranks hold with one of them.
+
+        Raises:
+            CheckpointError: It is not of the same shape and type on all of these, so that the save would mix them.
+        """
+        first: dict[str, tuple[int, str]] = {}
+        for number, plan in enumerate(plans):
+            for name, told in (plan.storage_data or {}).items():
+                other, theirs = first.setdefault(name, (number, told))
+                if told != theirs:
+                    raise CheckpointError(
+                        f"{name!r} is {theirs} on rank {other} and {told} on rank {number}.\n"
+                        "  Save what is the same on all ranks, or give what is of a rank a name with its number."
+                    )
+        return [replace(plan, storage_data=None) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the files of this rank."""

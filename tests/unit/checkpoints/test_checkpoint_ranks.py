@@ -100,6 +100,16 @@ def test_a_rank_reads_its_part_and_no_more(spread: list[Ended]) -> None:
         assert own <= count < 1.3 * own
 
 
+def test_a_path_may_be_saved_to_by_some_ranks_and_then_by_others(spread: list[Ended]) -> None:
+    assert value(spread, "groups", 4) == [
+        ["2 of 0", "2 of 1"],
+        ["2 of 2", "2 of 3"],
+        ["1 of 3"],
+        ["4 of 0", "4 of 1", "4 of 2", "4 of 3"],
+        ["2 of 1", "2 of 2"],
+    ]
+
+
 @pytest.fixture(scope="module")
 def faults(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
     ended = run_ranks("checkpoint_rank_calls.faults", 2, tmp_path_factory.mktemp("faults"), within_s=280)
@@ -117,6 +127,37 @@ def test_torch_tells_all_ranks_of_a_failure_on_one(faults: list[Ended]) -> None:
     assert all("does not hold more" in reason[1] for reason in value(faults, "dcp missing").values())
     assert value(faults, "dcp still untouched") == 0
     assert value(faults, "dcp loaded") is True
+
+
+@pytest.mark.parametrize(
+    ("name", "on_0", "on_1"),
+    [
+        ("shapes", "[2] of torch.float32", "[3] of torch.float32"),
+        ("types", "[2] of torch.float32", "[2] of torch.int32"),
+    ],
+)
+def test_what_differs_between_ranks_is_not_mixed(faults: list[Ended], name: str, on_0: str, on_1: str) -> None:
+    for kind, text in value(faults, f"mixed {name}").values():
+        assert kind == "CheckpointError"
+        assert text.startswith(f"{name!r} is {on_0} on rank 0 and {on_1} on rank 1.")
+
+
+@pytest.mark.parametrize("name", ["kinds", "parts"])
+def test_what_differs_so_that_torch_refuses_it_is_not_saved(faults: list[Ended], name: str) -> None:
+    assert {kind for kind, _ in value(faults, f"mixed {name}").values()} <= {"AssertionError", "ValueError"}
+
+
+def test_models_of_different_shapes_are_refused(faults: list[Ended]) -> None:
+    text = error(faults, "mixed models")
+    assert "step 1 could not be saved" in text
+    assert "'model.weight' is [2, 2] of torch.float32 on rank 0 and [3, 2] of torch.float32 on rank 1" in text
+    assert value(faults, "mixed steps") == []
+
+
+def test_ranks_that_save_to_other_paths_are_told(faults: list[Ended]) -> None:
+    ((number, (kind, text)),) = value(faults, "other paths").items()
+    assert (number, kind) == ("1", "RankError")
+    assert "which no rank began" in text
 
 
 @pytest.mark.parametrize("kind", ["async", "sync"])
