@@ -50,7 +50,7 @@ class FetchedAhead(Generic[T]):
         self._unregister = atexit.unregister  # what is closed last of all finds no modules
         atexit.register(self.stop)
         with self._may_begin:
-            self._start(self._at_first)
+            self._start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -86,6 +86,10 @@ class FetchedAhead(Generic[T]):
             yield from ready
 
     def _work(self) -> None:
+        with self._may_begin:
+            # one after another, while whoever asks waits for the first file and not for all of them
+            if len(self._threads) < self._at_first and not self._is_stopped:
+                self._start()
         while (index := self._next()) is not None:
             began = time.thread_time()
             try:
@@ -123,10 +127,11 @@ class FetchedAhead(Generic[T]):
         self._cpu_s, self._since = 0.0, now
         # idle threads say that enough is fetched
         if not self._idle and not self._is_stopped:
-            self._start(threads_wanted(len(self._threads), busy, most=self._most) - len(self._threads))
+            wanted = threads_wanted(len(self._threads), busy, most=self._most)
+            while len(self._threads) < wanted:
+                self._start()
 
-    def _start(self, count: int) -> None:
-        for _ in range(count):
-            thread = threading.Thread(target=self._work, name="bridge-fetch", daemon=True)
-            self._threads.append(thread)
-            thread.start()
+    def _start(self) -> None:
+        thread = threading.Thread(target=self._work, name="bridge-fetch", daemon=True)
+        self._threads.append(thread)
+        thread.start()

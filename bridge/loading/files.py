@@ -122,7 +122,7 @@ class UCVolumeDataset(OrderedDataset):
         self._listing: Listing | None = None
         self._held: Epoch | None = None  # what was handed out: kept for later epochs too, where it is not too much
         self._held_bytes = 0
-        self._traffic = Traffic()
+        self._num_copied_bytes = self._num_cached_bytes = self._num_skipped = 0
 
     def __str__(self) -> str:
         return f"UCVolumeDataset({self._path!r})"
@@ -130,7 +130,7 @@ class UCVolumeDataset(OrderedDataset):
     @property
     def traffic(self) -> Traffic:
         """What this process has read so far."""
-        return self._traffic
+        return Traffic(self._num_copied_bytes, self._num_cached_bytes, self._num_skipped)
 
     def listing(self) -> Listing:
         """Return one row group of one row for each file.
@@ -278,13 +278,16 @@ class UCVolumeDataset(OrderedDataset):
 
     def _note(self, fetched: Fetched) -> str:
         self._held_bytes += fetched.num_bytes
-        self._traffic += Traffic(fetched.num_bytes) if fetched.is_copied else Traffic(cache_bytes=fetched.num_bytes)
+        if fetched.is_copied:
+            self._num_copied_bytes += fetched.num_bytes
+        else:
+            self._num_cached_bytes += fetched.num_bytes
         return str(fetched.path)
 
     def _note_skipped(self, name: str, error: BaseException) -> None:
-        self._traffic += Traffic(num_skipped=1)
-        if self._traffic.num_skipped <= _MOST_NAMED:
-            more = " Others are only counted, in traffic." if self._traffic.num_skipped == _MOST_NAMED else ""
+        self._num_skipped += 1
+        if self._num_skipped <= _MOST_NAMED:
+            more = " Others are only counted, in traffic." if self._num_skipped == _MOST_NAMED else ""
             warnings.warn(f"{self._path}/{name} is skipped: {error}{more}", stacklevel=2)
 
 

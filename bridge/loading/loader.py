@@ -26,29 +26,27 @@ _DEPTH = 8  # of datasets within datasets
 
 
 class Mark(NamedTuple):
-    """How far a worker had come when it had made a batch.
+    """How far a worker has come with an item.
 
     Attributes:
         worker: Its number.
-        num_items: Items of the outermost dataset in the batch.
-        item: Items of the ordered dataset that were done before those that the last item was made of.
+        item: Items of the ordered dataset that were done before those that this one was made of.
         made: Items that have been made of these.
         is_plain: Whether each item so far was made of one.
-        traffic: What the process has read for it so far.
     """
 
     worker: int
-    num_items: int
     item: int
     made: int
     is_plain: bool
-    traffic: Traffic
 
 
 class Marked(NamedTuple):
-    """A batch and its mark."""
+    """A batch, the mark of its last item, how many items of the outermost dataset it has, and what was read so far."""
 
     mark: Mark
+    num_items: int
+    traffic: Traffic
     batch: Any
 
 
@@ -175,16 +173,16 @@ class DataLoader:
         is_plain, num_items = not run.place.items, 0
         began = time.perf_counter()
         try:
-            for mark, batch in source:
+            for mark, count, read, batch in source:
                 stats.wait_s += time.perf_counter() - began
                 is_plain = is_plain and mark.is_plain
-                num_items += mark.num_items
+                num_items += count
                 done[mark.worker] = (mark.item, mark.made)
                 if is_plain:
                     ordered.moved(run, num_items)
                 else:
                     ordered.moved_apart(run, done, (mark.worker + 1) % num_workers)
-                traffic[mark.worker] = mark.traffic
+                traffic[mark.worker] = read
                 stats.traffic = sum(traffic[1:], traffic[0])
                 stats.num_batches += 1
                 began = time.perf_counter()
@@ -215,7 +213,7 @@ class _Marking(IterableDataset[Marked]):
         before = self._ordered.traffic  # of iterations before, and of the process that this one was forked from
 
         def marked(at: Mark, num_items: int, batch: Any) -> Marked:
-            return Marked(at._replace(num_items=num_items, traffic=at.traffic - before), self._collate(batch))
+            return Marked(at, num_items, self._ordered.traffic - before, self._collate(batch))
 
         for item, at in self._followed():
             mark = at
@@ -235,7 +233,7 @@ class _Marking(IterableDataset[Marked]):
         if self._dataset is ordered:
             for item in ordered:
                 assert ordered.run is not None
-                yield item, Mark(ordered.run.worker, 1, ordered.pulled, 0, True, ordered.traffic)
+                yield item, Mark(ordered.run.worker, ordered.pulled, 0, True)
             return
         at: _At | None = None
         last: Any = None
@@ -281,7 +279,7 @@ class _At(NamedTuple):
         """Return the mark behind it. What was asked for is done with when the next item needs more."""
         assert ordered.run is not None
         item, made = (self.stop, 0) if is_done else (self.start, self.made)
-        return Mark(ordered.run.worker, 1, item, made, self.is_plain and is_done, ordered.traffic)
+        return Mark(ordered.run.worker, item, made, self.is_plain and is_done)
 
 
 def _find_ordered(dataset: Any) -> OrderedDataset:
