@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from bridge.checkpoints.layout import unpickled
-from bridge.errors import CorruptFileError
+from bridge.errors import CorruptFileError, VolumeError
 
 # what the metadata of a checkpoint is made of
 _ALLOWED = {
@@ -44,6 +44,7 @@ class StockReader(FileSystemReader):
 
         Raises:
             CorruptFileError: Its metadata is damaged, or would run code.
+            VolumeError: It cannot be read.
         """
         path = self._folder / ".metadata"
         try:
@@ -52,6 +53,8 @@ class StockReader(FileSystemReader):
                 raise TypeError(f"it holds a {type(metadata).__name__}")
         except CorruptFileError:
             raise
+        except OSError as exc:
+            raise VolumeError(f"{path} cannot be read: {exc.strerror or exc}.") from exc
         except Exception as exc:  # of bytes that are anything
             raise CorruptFileError(f"{path} is damaged: {exc}.\n  Load another checkpoint.") from exc
         return metadata
@@ -60,12 +63,23 @@ class StockReader(FileSystemReader):
         """Fill the tensors of this rank, when all values were loaded safely.
 
         Raises:
-            CorruptFileError: A value would run code.
+            CorruptFileError: A value would run code, or a file is cut or damaged so that torch notices.
+            VolumeError: A file cannot be read.
         """
         values = _Values(str(self._folder))
         kinds = {kind: replace(plan, items=[item for item in plan.items if item.type == kind]) for kind in LoadItemType}
-        super().read_data(kinds[LoadItemType.BYTE_IO], values)  # type: ignore[arg-type]
-        done = super().read_data(kinds[LoadItemType.TENSOR], planner)
+        try:
+            super().read_data(kinds[LoadItemType.BYTE_IO], values)  # type: ignore[arg-type]
+            done = super().read_data(kinds[LoadItemType.TENSOR], planner)
+        except CorruptFileError:
+            raise
+        except Exception as exc:  # of bytes that are anything
+            told = f"{type(exc).__name__}: {exc}; some tensors may have changed"
+            if isinstance(exc, OSError) and not isinstance(exc, FileNotFoundError):
+                raise VolumeError(f"a file of {self._folder} cannot be read: {told}.") from exc
+            raise CorruptFileError(
+                f"a file of {self._folder} is damaged or gone: {told}.\n  Load another checkpoint."
+            ) from exc
         for item, value in values.loaded:
             planner.load_bytes(item, value)
         return done

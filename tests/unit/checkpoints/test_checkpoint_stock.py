@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import re
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import bridge
-from bridge.errors import CheckpointError, CorruptFileError, LossyConversionError
+from bridge.errors import CheckpointError, CorruptFileError, LossyConversionError, VolumeError
 from tests.harmful import RAN, Harmful
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -162,6 +163,36 @@ def put(folder: Path, name: str, value: Any) -> None:
     (folder / "other.distcp").write_bytes(made.getvalue())
     metadata.storage_data[MetadataIndex(name)] = _StorageInfo("other.distcp", 0, made.getbuffer().nbytes, ())
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_metadata_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(tmp_path, state())
+
+    def broken(path: Path) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    error = refused(folder, blank())
+
+    assert isinstance(error, VolumeError)
+    assert str(error) == f"{folder}/.metadata cannot be read: Input/output error."
+
+
+@pytest.mark.parametrize("keep", [None, 0, 0.3, 0.9])
+def test_a_file_that_is_cut_or_gone_is_told(tmp_path: Path, keep: float | None) -> None:
+    folder = saved(tmp_path, {"w": torch.arange(6000.0)})
+    (file,) = folder.glob("*.distcp")
+    if keep is None:
+        file.unlink()
+    else:
+        with open(file, "r+b") as opened:
+            opened.truncate(int(keep * file.stat().st_size))
+
+    error = refused(folder, {"w": torch.zeros(6000)})
+
+    assert isinstance(error, CorruptFileError)
+    assert str(error).startswith(f"a file of {folder} is damaged or gone: ")
+    assert str(error).endswith("; some tensors may have changed.\n  Load another checkpoint.")
 
 
 def test_a_harmful_value_is_refused_before_any_tensor_changes(tmp_path: Path) -> None:
