@@ -1,4 +1,4 @@
-"""Sizes, times and counts for humans, tables as plain text and HTML, and near names for error messages."""
+"""Sizes, times, counts and names for humans, tables as plain text and HTML, and near names for error messages."""
 
 from __future__ import annotations
 
@@ -79,6 +79,12 @@ def format_seconds(seconds: float) -> str:
 def format_count(count: int) -> str:
     """Return a count with its thousands apart, such as "336,776"."""
     return f"{count:,}"
+
+
+def format_names(names: Sequence[str], most: int = 10) -> str:
+    """Return the first names, and how many there are beyond, such as "a, b and 3 more"."""
+    more = f" and {format_count(len(names) - most)} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -31,11 +31,10 @@ from bridge.checkpoints.blocks import Blocks, Piece
 from bridge.checkpoints.layout import Box, Index, Part, unpickled
 from bridge.checkpoints.opened import Opened, open_checkpoint
 from bridge.config import available_memory
+from bridge.display import format_names
 from bridge.distributed import local_world_size
 from bridge.errors import CheckpointError, LossyConversionError
 from bridge.volumes.path import is_local
-
-_MOST_NAMED = 10
 
 
 @dataclass(frozen=True)
@@ -147,9 +146,8 @@ class UCVolumeReader(StorageReader):
         """Fill the tensors of this rank."""
         told: _Told = plan.storage_data
         if told.missing and not getattr(planner, "allow_partial_load", False):
-            more = f" and {len(told.missing) - _MOST_NAMED} more" if len(told.missing) > _MOST_NAMED else ""
             raise CheckpointError(
-                f"{told.attempt} does not hold {', '.join(told.missing[:_MOST_NAMED])}{more}.\n  Ask for what it holds "
+                f"{told.attempt} does not hold {format_names(told.missing)}.\n  Ask for what it holds "
                 "(bridge checkpoints show), or load with DefaultLoadPlanner(allow_partial_load=True)."
             )
         tensors = [item for item in plan.items if item.type == LoadItemType.TENSOR]
@@ -327,8 +325,7 @@ def _check_types(metadata: Metadata, items: Sequence[ReadItem], targets: Sequenc
     }
     if wrong:
         shown = [f"{name} ({saved}, not {asked})" for name, (saved, asked) in wrong.items()]
-        more = f" and {len(shown) - _MOST_NAMED} more" if len(shown) > _MOST_NAMED else ""
         raise LossyConversionError(
-            f"tensors were saved in other types: {', '.join(shown[:_MOST_NAMED])}{more}.\n"
+            f"tensors were saved in other types: {format_names(shown)}.\n"
             "  Give tensors of these types, or UCVolumeReader(cast=True)."
         )

@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 from bridge.checkpoints.layout import Index, Leaf
 from bridge.checkpoints.random_state import random_state, set_random_state
+from bridge.display import format_names
 from bridge.distributed import rank, world_size
 from bridge.errors import CheckpointError
 
 _STRICT = StateDictOptions(strict=True)
 _RANDOM = "random"
 _VALUES = "values"
-_MOST_NAMED = 10
 
 
 class RunState:
@@ -122,9 +122,8 @@ class RunState:
             if path[0] in self._models and name not in asked
         ]
         if problems:
-            more = f", and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
             raise CheckpointError(
-                f"it does not fit to the state{_here()}: {', '.join(problems[:_MOST_NAMED])}{more}.\n"
+                f"it does not fit to the state{_here()}: {format_names(problems)}.\n"
                 "  Give a state of the same parts, or begin anew in another root; nothing has changed."
             )
         return wanted

@@ -42,6 +42,7 @@ from bridge.checkpoints.pieces import Piece, by_file, file_bytes, piece_of, valu
 from bridge.checkpoints.retention import delete_unheld
 from bridge.checkpoints.staging import Staging
 from bridge.config import load_settings
+from bridge.display import format_names
 from bridge.distributed import Told, world_size
 from bridge.errors import CheckpointError, VolumeError
 from bridge.volumes.commit import OpenAttempt, begin, collect_garbage, complete_attempts
@@ -54,7 +55,6 @@ KIND = "checkpoint"
 _TRIES = 3
 # how long a thread may take to end after torch told that its save has failed
 _ENDING_S = 1.0
-_MOST_NAMED = 10
 
 
 @dataclass(frozen=True)
@@ -377,9 +377,8 @@ def _index(metadata: Metadata, results: Sequence[WriteResult]) -> Index:
         else:
             missing.append(name)
     if missing:
-        more = f" and {len(missing) - _MOST_NAMED} more" if len(missing) > _MOST_NAMED else ""
         raise CheckpointError(
-            f"{len(missing)} entries were planned and not written: {', '.join(missing[:_MOST_NAMED])}{more}.\n"
+            f"{len(missing)} entries were planned and not written: {format_names(missing)}.\n"
             "  Nothing was saved; what was saved before is as it was."
         )
     paths = metadata.planner_data

@@ -9,6 +9,7 @@ from bridge.display import (
     did_you_mean,
     format_bytes,
     format_count,
+    format_names,
     format_seconds,
     html_table,
     parse_bytes,
@@ -95,6 +96,12 @@ def test_a_duration_is_shown_for_humans(seconds: float, shown: str) -> None:
 
 def test_a_count_has_its_thousands_apart() -> None:
     assert format_count(336776) == "336,776"
+
+
+def test_names_are_listed_as_far_as_anybody_reads_them() -> None:
+    assert format_names([]) == ""
+    assert format_names(["a", "b"], most=2) == "a, b"
+    assert format_names(["a", "b", "c", "d"], most=2) == "a, b and 2 more"
 
 
 def test_the_nearest_name_is_offered_in_its_own_spelling() -> None:
