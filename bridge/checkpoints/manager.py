@@ -306,7 +306,7 @@ class CheckpointManager:
     def _found(self) -> tuple[list[Saved], list[tuple[int, str]], str]:
         """Return the complete saves, steps whose marker is there and not whole, and in words what else there is."""
         storage = self._storage()
-        found, begun = list_saved(storage), attempts(storage)
+        begun, found = attempts(storage), list_saved(storage)
         if not found and _holds_something_else(storage):
             raise CheckpointError(
                 f"{self.root} holds something, and no step of a run: a single checkpoint, an export or a file.\n"

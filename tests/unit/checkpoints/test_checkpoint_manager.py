@@ -990,6 +990,28 @@ def test_a_newer_step_whose_marker_is_damaged_is_told(tmp_path: Path) -> None:
         bridge.CheckpointManager(tmp_path).restore_latest({"model": model})
 
 
+def test_a_step_that_another_job_completes_just_now_is_not_called_damaged(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved_at(root, 1)
+    opening = begin(LocalStorage(root), "step2")
+    attempt = opening.__enter__()
+    (root / attempt.name).mkdir()
+    real = manager_module.has_marker
+
+    def completed_first(storage: Any, name: str) -> bool:
+        if name == attempt.name:
+            attempt.commit({"kind": "checkpoint"}, {})
+        return real(storage, name)
+
+    monkeypatch.setattr(manager_module, "has_marker", completed_first)
+    restored = bridge.CheckpointManager(root).restore_latest(Run().state)
+    opening.__exit__(None, None, None)
+
+    assert restored is not None
+    assert (restored.step, restored.skipped) == (1, ())
+
+
 def test_a_checkpoint_that_is_no_step_is_told_from_an_empty_root(tmp_path: Path) -> None:
     bridge.save_file({"a": 1}, tmp_path)
 
