@@ -30,7 +30,7 @@ from bridge.checkpoints import retention, writer
 from bridge.checkpoints.blocks import Blocks
 from bridge.checkpoints.retention import delete_unheld, list_saved
 from bridge.errors import CheckpointError, VolumeError
-from bridge.volumes.commit import begin
+from bridge.volumes.commit import begin, read_marker
 from bridge.volumes.stores import LocalStorage
 from tests.ranks import REPOSITORY
 from tests.volumes.commit_chaos import Killing, events_and_status, forked
@@ -1008,6 +1008,7 @@ def test_a_step_that_another_job_completes_just_now_is_not_called_damaged(
     restored = bridge.CheckpointManager(root).restore_latest(Run().state)
     opening.__exit__(None, None, None)
 
+    assert read_marker(LocalStorage(root), attempt.name) is not None, "it was completed meanwhile"
     assert restored is not None
     assert (restored.step, restored.skipped) == (1, ())
 
