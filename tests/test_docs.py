@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
 import wave
@@ -12,9 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from tests.processes import eventually
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -90,6 +95,43 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert _lines("checkpoints.md", tmp_path) == ["20 [10, 15]"]  # from step 15 to the end again
 
 
+def test_torchrun(tmp_path: Path) -> None:
+    if importlib.util.find_spec("pysail") is None:
+        pytest.skip("needs the embedded engine")
+    (block,) = _blocks("torchrun.md")
+    (tmp_path / "train.py").write_text(block)
+    (tmp_path / "warehouse" / "main" / "ml").mkdir(parents=True)
+    environment = {**os.environ, "BRIDGE_WAREHOUSE": str(tmp_path / "warehouse"), "PYTHONPATH": str(ROOT)}
+
+    def start(volumes: Path, *command: str) -> subprocess.Popen[str]:
+        env = {**environment, "BRIDGE_VOLUME_ROOT": str(volumes)}
+        return subprocess.Popen([sys.executable, *command], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+
+    def printed(volumes: Path, *command: str) -> str:
+        with start(volumes, *command) as process:
+            told = process.communicate(timeout=400)[0]
+        assert process.returncode == 0
+        return told
+
+    rows = "range(8000).selectExpr('id / 1000 AS x', 'id / 500 + 1 AS y')"
+    save = f"import bridge; bridge.connect().{rows}.write.format('delta').saveAsTable('main.ml.rows')"
+    train = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py")
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    printed(whole, "-c", save)
+
+    expected = printed(whole, *train)
+    shutil.copytree(whole / "main" / "ml" / "exports", killed / "main" / "ml" / "exports")
+    with start(killed, *train) as process:
+        eventually(lambda: any((killed / "main" / "ml" / "runs").glob("one/*/_bridge.0.json")), within_s=300)
+        for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+            one.kill()
+        process.communicate()
+
+    assert process.returncode == -signal.SIGKILL, "it was not over yet"
+    assert expected.startswith("126 ")
+    assert printed(killed, *train) == expected
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     links = [link for link in re.findall(r"\]\(([^)]+)\)", page.read_text()) if "://" not in link]
@@ -104,6 +146,7 @@ def test_each_page_with_code_is_run(page: Path) -> None:
         "audio.md": test_audio,
         "text.md": test_text,
         "checkpoints.md": test_checkpoints,
+        "torchrun.md": test_torchrun,
     }
 
     assert not _blocks(page.name) or page.name in tests
