@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from bridge.checkpoints.opened import STOCK, open_checkpoint
 from bridge.checkpoints.reader import UCVolumeReader
-from bridge.checkpoints.retention import Mode, Retention, Saved, delete_unheld, list_saved
+from bridge.checkpoints.retention import Mode, Retention, Saved, list_saved
 from bridge.checkpoints.staging import Staging
 from bridge.checkpoints.state import RunState
 from bridge.checkpoints.writer import UCVolumeWriter
@@ -36,7 +36,7 @@ from bridge.config import load_settings
 from bridge.distributed import from_rank_0, on_every_rank, own_group, rank, world_size
 from bridge.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError, VolumeError
 from bridge.volumes.commit import attempts, complete_attempts, read_marker
-from bridge.volumes.hold import has_marker
+from bridge.volumes.hold import delete_unheld, has_marker
 from bridge.volumes.storage import Storage
 from bridge.volumes.stores import open_storage
 
@@ -336,7 +336,8 @@ class CheckpointManager:
         try:
             storage = self._storage()
             doomed = self._retention.doomed(list_saved(storage), self._protected)
-            problems = delete_unheld(storage, [one.attempt for one in doomed])
+            _, failed = delete_unheld(storage, [one.attempt for one in doomed], at_once=True)
+            problems = list(failed.values())
         except OSError as exc:
             problems = [str(exc)]
         for problem in problems:

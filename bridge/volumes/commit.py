@@ -31,7 +31,7 @@ from typing import Any
 from bridge.errors import VolumeError
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.lease import GRACE_S, Lease, count_holders, drop_stale_leases, has_leases, storage_time_ns
-from bridge.volumes.storage import Storage, is_transient, wait_for_files
+from bridge.volumes.storage import Storage, is_transient, translated, wait_for_files
 
 WITHDRAWN = "_withdrawn"  # a file that says so
 
@@ -153,7 +153,7 @@ class OpenAttempt:
             VolumeError: A file is not there in full size, the marker cannot be written or does not read back, or this
                 process stood still for so long that the attempt may have been collected.
         """
-        with _translated(f"{self.storage}/{self.name} cannot be completed"):
+        with translated(f"{self.storage}/{self.name} cannot be completed"):
             if not sizes:
                 self.storage.make_folder(self.name)
             files = {_within(self.name, name): size for name, size in sizes.items()}
@@ -259,7 +259,7 @@ def attempts(storage: Storage) -> list[Attempt]:
     Raises:
         VolumeError: The storage cannot be listed.
     """
-    with _translated(f"{storage} cannot be listed"):
+    with translated(f"{storage} cannot be listed"):
         try:
             found = [Attempt.parse(entry.name) for entry in storage.list() if entry.is_folder and not entry.is_link]
         except (FileNotFoundError, NotADirectoryError):
@@ -296,7 +296,7 @@ def read_marker(storage: Storage, folder: str = "") -> Marker | None:
     Raises:
         VolumeError: A marker is there and cannot be read.
     """
-    with _translated(f"the marker of {storage}/{folder} cannot be read"):
+    with translated(f"the marker of {storage}/{folder} cannot be read"):
         for name in marker_names(folder):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 if (marker := Marker.decode(storage.read(name))) is not None:
@@ -323,7 +323,7 @@ def withdraw_attempt(storage: Storage, attempt: Attempt) -> None:
     Raises:
         VolumeError: It could not be withdrawn, and may still be complete.
     """
-    with _translated(f"{storage}/{attempt.name} cannot be withdrawn, and may still be complete"):
+    with translated(f"{storage}/{attempt.name} cannot be withdrawn, and may still be complete"):
         # another deleter was here, or has been through
         with contextlib.suppress(FileExistsError, FileNotFoundError):
             storage.write(_within(attempt.name, WITHDRAWN), [b""])
@@ -331,7 +331,7 @@ def withdraw_attempt(storage: Storage, attempt: Attempt) -> None:
 
 
 def _is_just_withdrawn(storage: Storage, attempt: Attempt, now_ns: int, grace_s: float) -> bool:
-    with _translated(f"{storage}/{attempt.name} cannot be looked at"):
+    with translated(f"{storage}/{attempt.name} cannot be looked at"):
         try:
             withdrawn_ns = storage.status(_within(attempt.name, WITHDRAWN)).mtime_ns
         except FileNotFoundError:
@@ -346,9 +346,9 @@ def delete_attempt(storage: Storage, attempt: Attempt) -> None:
         VolumeError: Something of it could not be deleted. It is not complete any more unless the message says so.
     """
     folder = f"{storage}/{attempt.name}"
-    with _translated(f"{folder} cannot be deleted, and may still be complete"):
+    with translated(f"{folder} cannot be deleted, and may still be complete"):
         _delete_markers(storage, attempt.name)
-    with _translated(f"{folder} is not complete any more, but not all of it could be deleted"):
+    with translated(f"{folder} is not complete any more, but not all of it could be deleted"):
         try:
             storage.delete(_within(attempt.name, WITHDRAWN))  # by its name: a listing may not show it yet
             _delete_tree(storage, attempt.name)
@@ -390,7 +390,7 @@ def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attem
         return []
     collected: list[Attempt] = []
     problems: list[VolumeError] = []
-    with _translated(f"the leases of {storage} cannot be read"):
+    with translated(f"the leases of {storage} cannot be read"):
         now_ns = storage_time_ns(storage)
         leased = count_holders(storage, now_ns=now_ns, grace_s=grace_s)
     for attempt in found:
@@ -406,21 +406,11 @@ def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attem
                 collected.append(attempt)
         except VolumeError as exc:
             problems.append(exc)
-    with _translated(f"the leases of {storage} cannot be deleted"):
+    with translated(f"the leases of {storage} cannot be deleted"):
         drop_stale_leases(storage, now_ns=now_ns, grace_s=grace_s)
     if problems:
         raise problems[0]
     return collected
-
-
-@contextlib.contextmanager
-def _translated(problem: str) -> Iterator[None]:
-    try:
-        yield
-    except VolumeError:
-        raise
-    except OSError as exc:
-        raise VolumeError(f"{problem}: {exc.strerror or exc}.") from exc
 
 
 def _within(folder: str, name: str) -> str:

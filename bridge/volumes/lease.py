@@ -13,11 +13,10 @@ import re
 import secrets
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 from bridge.errors import VolumeError
-from bridge.volumes.storage import Entry, Storage, wait_for_files
+from bridge.volumes.storage import Entry, Storage, translated, wait_for_files
 
 GRACE_S = 3600.0
 
@@ -120,37 +119,27 @@ class Lease:
             self._storage.delete(f"{self._stem}.{self._count - _KEPT}")
 
 
-def count_holders(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> dict[str, int]:
-    """Return how many holders have a beat younger than `grace_s`, by the id of the attempt; 0 is left out.
+def last_beats_s(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> dict[str, list[float]]:
+    """Return how long ago each holder of an attempt wrote its youngest beat, by the id of the attempt.
 
     Args:
         now_ns: The storage's time, as by `storage_time_ns`.
+        grace_s: After so long without a beat one holds nothing any more.
 
     Raises:
         OSError: The leases cannot be read.
     """
-    held = {
-        (match["id"], match["holder"])
-        for name, age_s in _ages_s(storage, now_ns).items()
-        if age_s < grace_s and (match := _BEAT.fullmatch(name))
-    }
-    return Counter(attempt_id for attempt_id, _ in held)
-
-
-def last_beats_s(storage: Storage, *, now_ns: int) -> dict[str, float]:
-    """Return how long ago the youngest beat was written, by the id of the attempt.
-
-    Args:
-        now_ns: The storage's time, as by `storage_time_ns`.
-
-    Raises:
-        OSError: The leases cannot be read.
-    """
-    youngest: dict[str, float] = {}
+    youngest: dict[str, dict[str, float]] = {}
     for name, age_s in _ages_s(storage, now_ns).items():
-        if match := _BEAT.fullmatch(name):
-            youngest[match["id"]] = min(age_s, youngest.get(match["id"], age_s))
-    return youngest
+        if age_s < grace_s and (match := _BEAT.fullmatch(name)):
+            holders = youngest.setdefault(match["id"], {})
+            holders[match["holder"]] = min(age_s, holders.get(match["holder"], age_s))
+    return {attempt_id: list(holders.values()) for attempt_id, holders in youngest.items()}
+
+
+def count_holders(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> dict[str, int]:
+    """Return how many hold an attempt, by its id, as `last_beats_s` does; 0 is left out."""
+    return {attempt_id: len(ages) for attempt_id, ages in last_beats_s(storage, now_ns=now_ns, grace_s=grace_s).items()}
 
 
 def has_leases(storage: Storage) -> bool:
@@ -179,17 +168,13 @@ def storage_time_ns(storage: Storage) -> int:
         VolumeError: The storage cannot be written.
     """
     name = f"{_FOLDER}/clock.{secrets.token_hex(6)}"
-    try:
+    with translated(f"{storage} cannot be written"):
         storage.make_folder(_FOLDER)
         storage.write(name, [b""])
         try:
             return _time_of_new(storage, name)
         finally:
             storage.delete(name)
-    except VolumeError:
-        raise
-    except OSError as exc:
-        raise VolumeError(f"{storage} cannot be written: {exc.strerror or exc}.") from exc
 
 
 def _ages_s(storage: Storage, now_ns: int) -> dict[str, float]:

@@ -6,6 +6,7 @@ the root of the storage, with `/` between their parts; "" is the root.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
@@ -73,6 +74,22 @@ class Storage(Protocol):
 def is_transient(exc: OSError) -> bool:
     """Return whether the same call may succeed a moment later."""
     return exc.errno in _TRANSIENT
+
+
+def reason_of(exc: BaseException) -> str:
+    """Return in a few words why something failed, without a period."""
+    return getattr(exc, "strerror", None) or str(exc).partition("\n")[0].rstrip(".")
+
+
+@contextlib.contextmanager
+def translated(problem: str) -> Iterator[None]:
+    """Let what fails in the block be a VolumeError that says `problem` and the reason."""
+    try:
+        yield
+    except VolumeError:
+        raise
+    except OSError as exc:
+        raise VolumeError(f"{problem}: {exc.strerror or exc}.") from exc
 
 
 def with_retries(call: Callable[[], T]) -> T:
