@@ -68,7 +68,7 @@ def _describe(storage: Storage, attempt: Attempt, look: Look) -> CheckpointInfo:
         return replace(info, state="something else")
     missing = marker.missing(storage, attempt.name)
     return replace(
-        info, num_bytes=body["num_bytes"], problem=None if missing is None else f"{missing} is not there in full",
+        info, num_bytes=body["num_bytes"], problem=f"{missing[0]} is not there in full" if missing else None,
         step=body["facts"].get("step"), world_size=body["world_size"], facts=body["facts"],
     )  # fmt: skip
 

@@ -102,8 +102,8 @@ class Marker:
         except (ValueError, KeyError, TypeError):
             return None
 
-    def missing(self, storage: Storage, folder: str) -> str | None:
-        """Return a file that is not there in full size, None where all are.
+    def missing(self, storage: Storage, folder: str) -> list[str]:
+        """Return the files that are not there in full size.
 
         Raises:
             OSError: A file cannot be looked at.
@@ -117,7 +117,7 @@ class Marker:
 
         with ThreadPoolExecutor(min(32, len(self.sizes) + 1)) as threads:
             found = threads.map(is_there, self.sizes)
-            return next((name for name, there in zip(self.sizes, found, strict=True) if not there), None)
+            return [name for name, there in zip(self.sizes, found, strict=True) if not there]
 
 
 def is_abandoned(attempt: Attempt, *, is_leased: bool, now_ns: int, grace_s: float) -> bool:
@@ -297,11 +297,15 @@ def read_marker(storage: Storage, folder: str = "") -> Marker | None:
         VolumeError: A marker is there and cannot be read.
     """
     with translated(f"the marker of {storage}/{folder} cannot be read"):
-        for name in marker_names(folder):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                if (marker := Marker.decode(storage.read(name))) is not None:
-                    return marker
-    return None
+        return next((marker for _, marker in read_markers(storage, folder)), None)
+
+
+def read_markers(storage: Storage, folder: str) -> Iterator[tuple[str, Marker]]:
+    """Yield the names of the markers of a folder that are whole, and what they say."""
+    for name in marker_names(folder):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            if (marker := Marker.decode(storage.read(name))) is not None:
+                yield name, marker
 
 
 def _read_when_seen(storage: Storage, name: str, timeout_s: float) -> bytes:

@@ -17,11 +17,11 @@ from bridge.config import load_settings
 from bridge.display import format_bytes, format_count, format_seconds
 from bridge.errors import CopyError, VolumeError
 from bridge.progress import progress_bar
-from bridge.volumes.commit import Marker, is_marker, marker_names
+from bridge.volumes.commit import Marker, is_marker, read_markers
 from bridge.volumes.crew import Crew, Task
 from bridge.volumes.lease import is_lease
-from bridge.volumes.source import FolderSource, Found, StorageSource, join, open_source, reason_of
-from bridge.volumes.storage import Entry, Storage, is_transient, with_retries
+from bridge.volumes.source import FolderSource, Found, StorageSource, join, open_source
+from bridge.volumes.storage import Entry, Storage, is_transient, reason_of, with_retries
 from bridge.volumes.stores import open_storage
 from bridge.volumes.target import FolderTarget, StorageTarget, is_copied, is_full, is_temporary
 
@@ -285,58 +285,37 @@ class _Copy:
         """Delete the target's markers that list a file before it is replaced. They are copied again at the end."""
         for folder in itertools.islice(_upwards(name), 1, None):
             if folder not in self._covers:
-                self._covers.setdefault(folder, self._read_markers(folder))
+                found = read_markers(self._goal, folder)  # not by a listing, which may lag
+                self._covers.setdefault(folder, {marker_name: marker.sizes for marker_name, marker in found})
             covers = self._covers[folder]
             for marker_name, sizes in covers.copy().items():
                 if name.removeprefix(f"{folder}/") in sizes:
                     self._goal.delete(marker_name)
                     covers.pop(marker_name, None)
 
-    def _read_markers(self, folder: str) -> dict[str, dict[str, int]]:
-        """Return what each marker of the target's folder lists, by the marker's name."""
-        found = {}
-        for name in marker_names(folder):  # not by a listing, which may lag
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                if marker := Marker.decode(self._goal.read(name)):
-                    found[name] = marker.sizes
-        return found
-
     def _copy_marker(self, found: Found) -> None:
         """Copy what makes its folder complete if all that it lists is there, and take it back if it then is no more."""
         folder = found.name.rpartition("/")[0]
         try:
             with self._source.open(found) as reader:
-                marker = Marker.decode(b"".join(reader.blocks()))
-            sizes = marker.sizes if marker else {}
-            lacking = self._lacking(folder, sizes)
-            # what came while its folder was listed; exports hold no folders
-            self._crew.share((name for name in lacking if "/" not in name), lambda name: self._copy_late(folder, name))
-            lacking = self._lacking(folder, lacking)
-            if not lacking:
+                marker = Marker.decode(b"".join(reader.blocks())) or Marker({}, {})
+            if missing := marker.missing(self._goal, folder):
+                self._crew.share(iter(missing), partial(self._copy_late, folder))
+                missing = marker.missing(self._goal, folder)
+            if not missing:
                 self._copy_file(found, None, found.name)
-                lacking = self._lacking(folder, sizes)
-            if lacking:
+                missing = marker.missing(self._goal, folder)
+            if missing:
                 self._goal.delete(found.name)
-                raise VolumeError(f"not copied: it lists {min(lacking)}, which is not there in full")
+                raise VolumeError(f"not copied: it lists {missing[0]}, which is not there in full")
         except OSError as exc:
             self._fail(found.name, exc)
 
-    def _lacking(self, folder: str, sizes: dict[str, int]) -> dict[str, int]:
-        """Return those of a folder's files that are not there in full size."""
-        lacking = {}
-
-        def look(name: str) -> None:
-            there = self._look(join(folder, name))
-            if there is None or there.num_bytes != sizes[name]:
-                lacking[name] = sizes[name]
-
-        self._crew.share(iter(sizes), look)
-        return lacking
-
     def _copy_late(self, folder: str, name: str) -> None:
+        """Copy a file that came while its folder was listed."""
         with contextlib.suppress(FileNotFoundError):
             found = self._source.find(join(folder, name))
-            if not (found.is_folder or found.problem):
+            if not (found.is_folder or found.problem or "/" in name):  # exports hold no folders
                 self._copy_file(found, None, found.name)
 
     def _fail(self, name: str, exc: OSError) -> None:

@@ -186,7 +186,8 @@ def _ages_s(storage: Storage, now_ns: int) -> dict[str, float]:
 
     def age_s(entry: Entry) -> float:
         try:
-            return (now_ns - (entry.mtime_ns or _time_of(storage, f"{_FOLDER}/{entry.name}"))) / 1e9
+            seen = entry if entry.mtime_ns else storage.status(f"{_FOLDER}/{entry.name}")
+            return (now_ns - _time_of(seen)) / 1e9
         except FileNotFoundError:
             return 0.0  # renewed meanwhile: whoever does that is alive
 
@@ -196,14 +197,12 @@ def _ages_s(storage: Storage, now_ns: int) -> dict[str, float]:
         return dict(zip((entry.name for entry in ours), threads.map(age_s, ours), strict=True))
 
 
-def _time_of(storage: Storage, name: str) -> int:
-    mtime_ns = storage.status(name).mtime_ns
-    return time.time_ns() if mtime_ns is None else mtime_ns
+def _time_of(entry: Entry) -> int:
+    return time.time_ns() if entry.mtime_ns is None else entry.mtime_ns
 
 
 def _time_of_new(storage: Storage, name: str) -> int:
-    wait_for_files(storage, {name: 0})
-    return _time_of(storage, name)
+    return _time_of(wait_for_files(storage, {name: 0})[0])
 
 
 def _uptime() -> float:

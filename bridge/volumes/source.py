@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
 from bridge.errors import VolumeError
-from bridge.volumes.storage import Entry, Storage, is_transient, with_retries
+from bridge.volumes.storage import Entry, Storage, is_transient, reason_of, with_retries
 
 T = TypeVar("T")
 
@@ -228,11 +228,6 @@ def join(folder: str, name: str) -> str:
 def is_within(path: str, folder: str) -> bool:
     """Return whether `path` is `folder` or lies in it, by their names."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
-
-
-def reason_of(exc: OSError) -> str:
-    """Return why something could not be copied."""
-    return exc.strerror or str(exc)
 
 
 def _settle(call: Callable[[], T]) -> T:

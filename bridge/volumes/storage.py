@@ -104,8 +104,8 @@ def with_retries(call: Callable[[], T]) -> T:
     return call()
 
 
-def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: float = 30.0) -> None:
-    """Return when every file is there in full size; what was written may show late.
+def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: float = 30.0) -> list[Entry]:
+    """Return the status of every file when it is there in full size; what was written may show late.
 
     Args:
         sizes: Bytes of each file, by name.
@@ -116,31 +116,27 @@ def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: flo
     deadline = time.monotonic() + timeout_s
     given_up = threading.Event()
 
-    def wait(name: str) -> None:
+    def wait(name: str) -> Entry:
         delay = 0.01
-        while not given_up.is_set():
+        while True:
             try:
-                found = storage.status(name).num_bytes
+                found = storage.status(name)
             except FileNotFoundError:
-                found = None
-            if found == sizes[name]:
-                return
-            if time.monotonic() + delay > deadline:
-                seen = "is not there" if found is None else f"holds {found:,} bytes"
+                found = Entry(name, is_folder=False)
+            if found.num_bytes == sizes[name]:
+                return found
+            if time.monotonic() + delay > deadline or given_up.wait(delay):
+                seen = "is not there" if found.num_bytes is None else f"holds {found.num_bytes:,} bytes"
                 raise VolumeError(
                     f"{storage}/{name} {seen} {timeout_s:g} s after {sizes[name]:,} bytes were written.\n"
                     "  Another writer may use the same folder, or the mount loses writes. Write again."
                 )
-            given_up.wait(delay)
             delay = min(2 * delay, 1.0)
 
     if len(sizes) < 2:
-        for name in sizes:
-            wait(name)
-        return
+        return [wait(name) for name in sizes]
     with ThreadPoolExecutor(min(32, len(sizes))) as threads:
         try:
-            for _ in threads.map(wait, sizes):
-                pass
+            return list(threads.map(wait, sizes))
         finally:
             given_up.set()

@@ -17,7 +17,6 @@ from bridge.errors import MissingDependencyError, VolumeError
 from bridge.volumes.path import is_mounted, locate
 from bridge.volumes.storage import Entry, Storage, with_retries
 
-_BLOCK = 8 << 20
 _SEEN_S = 10.0
 _ADVICE = "  Install what fsspec needs for it: s3fs for s3://, adlfs for abfss://, gcsfs for gs://."
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}
@@ -269,13 +268,9 @@ def flush_file(descriptor: int, path: Path) -> None:
 
 
 def _read(path: Path, start: int, stop: int | None) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        stop = os.fstat(file.fileno()).st_size if stop is None else stop
-        parts = []
-        while start < stop and (part := os.pread(file.fileno(), min(_BLOCK, stop - start), start)):
-            parts.append(part)
-            start += len(part)
-    return b"".join(parts)
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read() if stop is None else file.read(max(0, stop - start))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -299,17 +294,17 @@ def _write(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
                     view = view[file.write(view) :]
             _sync(file.fileno())
     except BaseException:
-        _take_back(path, made)
+        take_back(path, made)
         raise
 
 
-def _take_back(path: Path, made: os.stat_result) -> None:
-    """Delete a file that we made, which may not be seen yet, unless another has taken its name meanwhile."""
+def take_back(path: Path, made: os.stat_result | None = None) -> None:
+    """Delete a file that we made, which may not be seen yet, unless one that is not `made` has taken its name."""
     deadline = time.monotonic() + _SEEN_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline:
             try:
-                if os.path.samestat(path.stat(), made):
+                if made is None or os.path.samestat(path.stat(), made):
                     path.unlink()
                 return
             except FileNotFoundError:

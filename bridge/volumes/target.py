@@ -9,7 +9,6 @@ import itertools
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from bridge.volumes.crew import Crew
 from bridge.volumes.source import ChangedError, Reader, join
 from bridge.volumes.storage import Entry, Storage, wait_for_files, with_retries
+from bridge.volumes.stores import take_back
 
 _SOON = 1 << 20  # so small a file is written at once
 _BIG_FILE = 64 << 20
@@ -95,7 +95,7 @@ class FolderTarget:
             except OSError as exc:
                 if is_taken and isinstance(exc, FileNotFoundError):
                     continue
-                _delete_when_seen(left)
+                take_back(Path(left))
                 if is_full(exc):
                     raise
                 return left == renamed
@@ -192,7 +192,7 @@ class StorageTarget:
         except FileExistsError:  # it was not seen yet; no block is gone
             self._storage.delete(name)
             self._storage.write(name, blocks)
-        written = self._seen(name, reader.num_bytes)
+        (written,) = wait_for_files(self._storage, {name: reader.num_bytes}, timeout_s=_SEEN_WITHIN_S)
         try:
             # after its time was set: what is written to the source from now on is newer
             reader.check()
@@ -202,32 +202,10 @@ class StorageTarget:
                     self._storage.delete(name)
             raise
 
-    def _seen(self, name: str, size: int) -> Entry:
-        with contextlib.suppress(FileNotFoundError):
-            if (entry := self._storage.status(name)).num_bytes == size:
-                return entry
-        wait_for_files(self._storage, {name: size}, timeout_s=_SEEN_WITHIN_S)
-        return self._storage.status(name)
-
     def _blocks(self, reader: Reader, crew: Crew) -> Iterator[bytes]:
         for block in reader.blocks():
             crew.check()
             yield block
-
-
-def _delete_when_seen(path: str) -> None:
-    """Delete a file that was just made, and that may not be found yet."""
-    deadline = time.monotonic() + _SEEN_WITHIN_S
-    while True:
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            if time.monotonic() < deadline:
-                time.sleep(0.05)
-                continue
-        except OSError:
-            pass  # it is of no bytes, or of two
-        return
 
 
 def _lock(descriptor: int) -> None:

@@ -309,15 +309,15 @@ def test_a_marker_is_read_back(storage: Storage) -> None:
     assert list(complete_attempts(storage)) == [(attempt, MARKER)]
 
 
-def test_a_marker_tells_which_file_is_missing(storage: Storage) -> None:
+def test_a_marker_tells_which_files_are_missing(storage: Storage) -> None:
     attempt = completed(storage, one=b"x", two=b"yy")
     ((_, marker),) = complete_attempts(storage)
-    assert marker.missing(storage, attempt.name) is None
+    assert marker.missing(storage, attempt.name) == []
 
     storage.delete(f"{attempt.name}/two")
-    assert marker.missing(storage, attempt.name) == "two"
+    assert marker.missing(storage, attempt.name) == ["two"]
     storage.write(f"{attempt.name}/two", [b"yyy"])
-    assert marker.missing(storage, attempt.name) == "two"
+    assert marker.missing(storage, attempt.name) == ["two"]
 
 
 # committing
@@ -481,7 +481,7 @@ def test_a_marker_that_shows_too_late_never_stands_alone(
 
     found = list(complete_attempts(storage))
     assert len(found) == is_kept
-    assert [marker.missing(storage, attempt.name) for attempt, marker in found] == [None] * is_kept
+    assert [marker.missing(storage, attempt.name) for attempt, marker in found] == [[]] * is_kept
 
 
 def test_a_later_marker_is_found_by_its_name(storage: Storage) -> None:
