@@ -77,7 +77,7 @@ def list_exports(root: str | os.PathLike[str], *, table: str | None = None) -> l
         ExportNotFoundError: The folder is not there, or holds no export of `table`.
         VolumeError: The folder cannot be listed.
     """
-    folder = export_path(root)
+    folder = Path(volume_path(root))
     try:
         # what a link leads to would be there twice
         inside = sorted(found.name for found in LocalStorage(folder).list() if found.is_folder and not found.is_link)
@@ -159,7 +159,7 @@ def describe_export(path: str | os.PathLike[str]) -> ExportInfo:
         ExportNotFoundError: There is no such folder among exports; a copy elsewhere is not among them.
         VolumeError: What is beside it cannot be read.
     """
-    folder = export_path(path)
+    folder = Path(volume_path(path))
     for attempt, look in survey(LocalStorage(folder.parent)).items():
         if attempt.name == folder.name:
             return _describe(look)
@@ -178,7 +178,7 @@ def verify_export(path: str | os.PathLike[str], *, read: bool = True) -> VerifyR
         ExportError: Its manifest is in a format that this version does not read.
         VolumeError: The folder cannot be read, or the export was deleted meanwhile.
     """
-    folder = export_path(path)
+    folder = Path(volume_path(path))
     marker = read_marker(LocalStorage(folder))
     if marker is None:
         raise not_found(folder)
@@ -218,10 +218,6 @@ def _damage(path: Path, shard: Shard, *, read: bool) -> str:
         if seen != digest
     ]
     return f"differs from what was written in {', '.join(changed)}" if changed else ""
-
-
-def export_path(path: str | os.PathLike[str]) -> Path:
-    return Path(volume_path(path))
 
 
 def not_found(folder: Path) -> ExportNotFoundError:

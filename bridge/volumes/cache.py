@@ -24,12 +24,11 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from bridge.display import format_bytes, parse_bytes
 from bridge.errors import VolumeError
-from bridge.volumes.entry import RECORD, Copy, Source, empty, is_cache, list_entries, make_cache, read, write
+from bridge.volumes.entry import RECORD, Copy, Source, empty, is_cache, list_entries, make_cache, read
 from bridge.volumes.pins import Pin, Pins, StalledError, hold_folder
 from bridge.volumes.source import ChangedError
 from bridge.volumes.storage import Entry, Storage
@@ -196,16 +195,16 @@ class FileCache:
             except FileExistsError:
                 empty(copy.folder)  # of what a killed process left
                 os.mkdir(os.path.dirname(copy.path))
-            with open(copy.path, "xb", buffering=0) as file:
+            with open(copy.path, "xb") as file:
                 for number, block in enumerate(source.blocks()):
                     # others may fill the disk at the same time
                     if number and self._free_bytes() < self.min_free_bytes:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    write(file, block)
+                    file.write(block)
             # Not flushed to the disk. After a crash of the machine, a copy whose bytes were lost is too short, as file
             # systems note the length after the bytes; they would not if the room were allocated beforehand.
-            with open(copy.record_path, "xb", buffering=0) as file:
-                write(file, copy.record)
+            with open(copy.record_path, "xb") as file:
+                file.write(copy.record)
         except BaseException:
             with contextlib.suppress(OSError):
                 empty(copy.folder)
@@ -338,9 +337,7 @@ class Epoch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def fetch(self, storage: Storage, name: str, status: Entry | None = None) -> Path:

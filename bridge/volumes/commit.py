@@ -31,7 +31,7 @@ from typing import Any
 from bridge.errors import VolumeError
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.lease import GRACE_S, Lease, count_holders, drop_stale_leases, has_leases, storage_time_ns
-from bridge.volumes.storage import Storage, is_transient, translated, wait_for_files
+from bridge.volumes.storage import Storage, is_transient, join, translated, wait_for_files
 
 WITHDRAWN = "_withdrawn"  # a file that says so
 
@@ -111,18 +111,13 @@ class Marker:
 
         def is_there(name: str) -> bool:
             try:
-                return storage.status(_within(folder, name)).num_bytes == self.sizes[name]
+                return storage.status(join(folder, name)).num_bytes == self.sizes[name]
             except FileNotFoundError:
                 return False
 
         with ThreadPoolExecutor(min(32, len(self.sizes) + 1)) as threads:
             found = threads.map(is_there, self.sizes)
             return [name for name, there in zip(self.sizes, found, strict=True) if not there]
-
-
-def is_abandoned(attempt: Attempt, *, is_leased: bool, now_ns: int, grace_s: float) -> bool:
-    """Return whether nobody works on an attempt any more: where it has no marker either, it may be collected."""
-    return not is_leased and now_ns - attempt.generation * 1_000_000 >= grace_s * 1e9
 
 
 class OpenAttempt:
@@ -156,7 +151,7 @@ class OpenAttempt:
         with translated(f"{self.storage}/{self.name} cannot be completed"):
             if not sizes:
                 self.storage.make_folder(self.name)
-            files = {_within(self.name, name): size for name, size in sizes.items()}
+            files = {join(self.name, name): size for name, size in sizes.items()}
             wait_for_files(self.storage, files, timeout_s=timeout_s)
             self._lease.check()
             self._write_marker(Marker(dict(body), dict(sizes)).encode(), timeout_s)
@@ -167,7 +162,7 @@ class OpenAttempt:
         """Write a marker; one that fails is tried again under a new name, since its own may hold a part for good."""
         problem = ""
         for marker in _MARKERS:
-            name = _within(self.name, marker)
+            name = join(self.name, marker)
             try:
                 # an iterator: the storage shall not try again under this name
                 self.storage.write(name, iter([data]))
@@ -287,7 +282,7 @@ def is_marker(name: str) -> bool:
 
 def marker_names(folder: str = "") -> list[str]:
     """Return all names that a marker of a folder may have. They are asked for by name: listings may lag."""
-    return [_within(folder, name) for name in _MARKERS]
+    return [join(folder, name) for name in _MARKERS]
 
 
 def read_marker(storage: Storage, folder: str = "") -> Marker | None:
@@ -330,14 +325,14 @@ def withdraw_attempt(storage: Storage, attempt: Attempt) -> None:
     with translated(f"{storage}/{attempt.name} cannot be withdrawn, and may still be complete"):
         # another deleter was here, or has been through
         with contextlib.suppress(FileExistsError, FileNotFoundError):
-            storage.write(_within(attempt.name, WITHDRAWN), [b""])
+            storage.write(join(attempt.name, WITHDRAWN), [b""])
         _delete_markers(storage, attempt.name)
 
 
 def _is_just_withdrawn(storage: Storage, attempt: Attempt, now_ns: int, grace_s: float) -> bool:
     with translated(f"{storage}/{attempt.name} cannot be looked at"):
         try:
-            withdrawn_ns = storage.status(_within(attempt.name, WITHDRAWN)).mtime_ns
+            withdrawn_ns = storage.status(join(attempt.name, WITHDRAWN)).mtime_ns
         except FileNotFoundError:
             return False
     return withdrawn_ns is not None and now_ns - withdrawn_ns < grace_s * 1e9
@@ -354,7 +349,7 @@ def delete_attempt(storage: Storage, attempt: Attempt) -> None:
         _delete_markers(storage, attempt.name)
     with translated(f"{folder} is not complete any more, but not all of it could be deleted"):
         try:
-            storage.delete(_within(attempt.name, WITHDRAWN))  # by its name: a listing may not show it yet
+            storage.delete(join(attempt.name, WITHDRAWN))  # by its name: a listing may not show it yet
             _delete_tree(storage, attempt.name)
         finally:
             _delete_markers(storage, attempt.name)  # what a copy into the same folder wrote meanwhile
@@ -399,10 +394,11 @@ def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attem
         leased = count_holders(storage, now_ns=now_ns, grace_s=grace_s)
     for attempt in found:
         try:
-            is_leased = attempt.attempt_id in leased
+            is_young = now_ns - attempt.generation * 1_000_000 < grace_s * 1e9
             # the marker is read last: whoever is leased or young costs nothing
             if (
-                is_abandoned(attempt, is_leased=is_leased, now_ns=now_ns, grace_s=grace_s)
+                not is_young
+                and attempt.attempt_id not in leased
                 and read_marker(storage, attempt.name) is None
                 and not _is_just_withdrawn(storage, attempt, now_ns, grace_s)
             ):
@@ -415,7 +411,3 @@ def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attem
     if problems:
         raise problems[0]
     return collected
-
-
-def _within(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name

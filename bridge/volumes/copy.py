@@ -20,8 +20,8 @@ from bridge.progress import progress_bar
 from bridge.volumes.commit import Marker, is_marker, read_markers
 from bridge.volumes.crew import Crew, Task
 from bridge.volumes.lease import is_lease
-from bridge.volumes.source import FolderSource, Found, StorageSource, join, open_source
-from bridge.volumes.storage import Entry, Storage, is_transient, reason_of, with_retries
+from bridge.volumes.source import FolderSource, Found, StorageSource, open_source
+from bridge.volumes.storage import Entry, Storage, is_transient, join, reason_of, with_retries
 from bridge.volumes.stores import open_storage
 from bridge.volumes.target import FolderTarget, StorageTarget, is_copied, is_full, is_temporary
 

@@ -24,6 +24,7 @@ _FOLDER = "_leases"
 _BEAT = re.compile(r"(?P<id>[0-9a-f]{12})\.(?P<holder>[0-9a-f]{12})\.\d{1,9}")
 _CLOCK = re.compile(r"clock\.[0-9a-f]{12}")
 BEAT_S = 20.0
+_LAPSE_S = GRACE_S / 2  # after so long without a beat, a holder no longer counts on what it held
 _KEPT = 2
 
 
@@ -36,13 +37,10 @@ def is_lease(path: str) -> bool:
 class Lease:
     """A lease on one attempt: from `start` on it is renewed in the background, until `end`."""
 
-    def __init__(
-        self, storage: Storage, attempt_id: str, *, beat_s: float | None = None, lapse_s: float | None = None
-    ) -> None:
+    def __init__(self, storage: Storage, attempt_id: str, *, beat_s: float | None = None) -> None:
         self._storage = storage
         self._stem = f"{_FOLDER}/{attempt_id}.{secrets.token_hex(6)}"
         self._beat_s = BEAT_S if beat_s is None else beat_s
-        self._lapse_s = GRACE_S / 2 if lapse_s is None else lapse_s
         self._count = 0
         self._renewed = 0.0
         self._ending: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -76,7 +74,7 @@ class Lease:
             VolumeError: It did.
         """
         idle_s = _uptime() - self._renewed
-        if idle_s > self._lapse_s:
+        if idle_s > _LAPSE_S:
             raise VolumeError(
                 f"the lease {self._storage}/{self._stem} was not renewed for {idle_s:,.0f} s: this process stood "
                 "still, or the volume could not be written.\n"
@@ -112,7 +110,7 @@ class Lease:
     def _beat(self) -> None:
         self._count += 1
         self._storage.write(f"{self._stem}.{self._count}", [b""])
-        lapsed = self._renewed and _uptime() - self._renewed > self._lapse_s
+        lapsed = self._renewed and _uptime() - self._renewed > _LAPSE_S
         # a lease that lapsed once stays so
         self._renewed = self._renewed if lapsed else _uptime()
         if self._count > _KEPT:

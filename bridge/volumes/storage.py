@@ -71,6 +71,11 @@ class Storage(Protocol):
         """Delete an empty folder; nothing where it is gone, or where folders do not exist."""
 
 
+def join(folder: str, name: str) -> str:
+    """Return the name of what is in a folder; "" is the root."""
+    return f"{folder}{'' if folder.endswith('/') else '/'}{name}" if folder else name
+
+
 def is_transient(exc: OSError) -> bool:
     """Return whether the same call may succeed a moment later."""
     return exc.errno in _TRANSIENT

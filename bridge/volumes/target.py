@@ -14,8 +14,8 @@ from functools import partial
 from pathlib import Path
 
 from bridge.volumes.crew import Crew
-from bridge.volumes.source import ChangedError, Reader, join
-from bridge.volumes.storage import Entry, Storage, wait_for_files, with_retries
+from bridge.volumes.source import ChangedError, Reader
+from bridge.volumes.storage import Entry, Storage, join, wait_for_files, with_retries
 from bridge.volumes.stores import take_back
 
 _SOON = 1 << 20  # so small a file is written at once

@@ -23,7 +23,6 @@ from bridge.volumes.commit import (
     collect_garbage,
     complete_attempts,
     delete_attempt,
-    is_abandoned,
     is_marker,
     read_marker,
 )
@@ -33,7 +32,6 @@ from tests.processes import eventually
 
 BODY = {"name": "é", "rows": [1, 2, {"deep": None}], "digest": "not this one"}
 MARKER = Marker(BODY, {})
-HOUR_NS = 3600 * 10**9
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -657,13 +655,3 @@ def test_a_writer_that_stood_still_too_long_does_not_commit(storage: Storage, mo
         stand_still()
 
     assert list(complete_attempts(storage)) == [(earlier, MARKER)]
-
-
-@given(is_leased=st.booleans(), age_ns=st.integers(-HOUR_NS, 3 * HOUR_NS), grace_s=st.floats(0, 7200))
-def test_only_what_is_neither_leased_nor_young_is_abandoned(is_leased: bool, age_ns: int, grace_s: float) -> None:
-    attempt = Attempt(1_795_977_692_966, "a", "0" * 12)
-    now_ns = attempt.generation * 1_000_000 + age_ns
-
-    found = is_abandoned(attempt, is_leased=is_leased, now_ns=now_ns, grace_s=grace_s)
-
-    assert found == (not is_leased and age_ns >= grace_s * 1e9)
