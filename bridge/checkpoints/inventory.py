@@ -21,7 +21,6 @@ from bridge.checkpoints.opened import STOCK, open_checkpoint
 from bridge.checkpoints.reader import UCVolumeReader
 from bridge.checkpoints.retention import Retention, Saved, list_saved
 from bridge.checkpoints.writer import KIND, UCVolumeWriter
-from bridge.config import load_settings
 from bridge.errors import BridgeError, CheckpointError, CheckpointNotFoundError, CorruptFileError
 from bridge.volumes.commit import Attempt, collect_garbage
 from bridge.volumes.hold import delete_unheld
@@ -46,7 +45,7 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
         CheckpointNotFoundError: The folder holds none.
         VolumeError: It cannot be read.
     """
-    storage = _open(root)
+    storage = open_storage(root)
     looks = survey(storage)
     if not looks:
         told = "holds no checkpoint.\n  Give the folder that was saved to."
@@ -142,7 +141,7 @@ def prune_checkpoints(
     Raises:
         CheckpointError: Steps would be deleted, and none is whole.
     """
-    storage = _open(root)
+    storage = open_storage(root)
     doomed: list[Saved] = []
     if keep_last is not None:
         retention, saved = Retention(keep_last, keep_every), list_saved(storage)
@@ -163,10 +162,6 @@ def _newest_whole(root: str, saved: Sequence[Saved]) -> Saved:
         except (CheckpointError, CorruptFileError):
             continue
     raise CheckpointError(f"no step of {root} is whole, so none was deleted.\n  bridge checkpoints verify says why.")
-
-
-def _open(root: str | os.PathLike[str]) -> Storage:
-    return open_storage(root, volume_root=load_settings().volume_root)
 
 
 def _loaded(source: str) -> dict[str, Any]:

@@ -32,7 +32,6 @@ from bridge.checkpoints.retention import Mode, Retention, Saved, list_saved
 from bridge.checkpoints.staging import Staging
 from bridge.checkpoints.state import RunState
 from bridge.checkpoints.writer import UCVolumeWriter
-from bridge.config import load_settings
 from bridge.distributed import from_rank_0, on_every_rank, own_group, rank, world_size
 from bridge.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError, VolumeError
 from bridge.volumes.commit import attempts, complete_attempts, read_marker
@@ -246,7 +245,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Return the steps that are complete, in order."""
-        return sorted({saved.step for saved in list_saved(self._storage())})
+        return sorted({saved.step for saved in list_saved(open_storage(self.root))})
 
     def restore_latest(self, state: Mapping[str, Any]) -> Restored | None:
         """Restore the newest step that is whole; None where no step was ever completed.
@@ -289,15 +288,12 @@ class CheckpointManager:
             warnings.warn(f"{self.root}: {others}.", stacklevel=2)
         return None
 
-    def _storage(self) -> Storage:
-        return open_storage(self.root, volume_root=load_settings().volume_root)
-
     def _is_busy(self) -> bool:
         return self._running is not None and not self._running.done()
 
     def _found(self) -> tuple[list[Saved], list[tuple[int, str]], str]:
         """Return the complete saves, steps whose marker is there and not whole, and in words what else there is."""
-        storage = self._storage()
+        storage = open_storage(self.root)
         found, begun = list_saved(storage), attempts(storage)
         if not found and _holds_something_else(storage):
             raise CheckpointError(
@@ -334,7 +330,7 @@ class CheckpointManager:
     def _delete_old(self) -> None:
         """Delete what no rule keeps; the save itself stands whether or not that works."""
         try:
-            storage = self._storage()
+            storage = open_storage(self.root)
             doomed = self._retention.doomed(list_saved(storage), self._protected)
             _, failed = delete_unheld(storage, [one.attempt for one in doomed], at_once=True)
             problems = list(failed.values())

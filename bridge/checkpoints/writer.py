@@ -40,7 +40,6 @@ from bridge.checkpoints.layout import (
 )
 from bridge.checkpoints.pieces import Piece, by_file, file_bytes, piece_of, value_of
 from bridge.checkpoints.staging import Staging
-from bridge.config import load_settings
 from bridge.distributed import Told, world_size
 from bridge.errors import CheckpointError, VolumeError
 from bridge.volumes.commit import OpenAttempt, begin, collect_garbage, complete_attempts
@@ -223,7 +222,7 @@ class _Save:
         """Begin the attempt, on the coordinator."""
         self._rank = rank
         # here and not before, so that all ranks learn of a failure
-        self._storage: Storage = open_storage(self._path, volume_root=load_settings().volume_root)
+        self._storage: Storage = open_storage(self._path)
         if is_coordinator:
             self._attempt = self._stack.enter_context(begin(self._storage, label))
             self._told.tell(self._attempt.name)

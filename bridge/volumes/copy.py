@@ -102,10 +102,8 @@ def copy_tree(
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}; give 1 or more.")
     began = time.monotonic()
-    settings = load_settings()
-    open_place = partial(open_storage, volume_root=settings.volume_root)
     source, target = os.fspath(source), os.fspath(target)
-    origin, goal = open_place(source), open_place(target)
+    origin, goal = open_storage(source), open_storage(target)
     try:
         is_folder = with_retries(lambda: origin.status("")).is_folder
     except FileNotFoundError as exc:
@@ -117,15 +115,15 @@ def copy_tree(
         folder, name = _split(source)
         into_folder = target.endswith("/") or _is_folder(goal)
         new_folder, new_name = (target, name) if into_folder else _split(target)
-        _refuse_overlap(origin, open_place(join(new_folder, new_name)), is_folder=False)
-        origin, goal = open_place(folder), open_place(new_folder)
+        _refuse_overlap(origin, open_storage(join(new_folder, new_name)), is_folder=False)
+        origin, goal = open_storage(folder), open_storage(new_folder)
     else:
         _refuse_overlap(origin, goal, is_folder=True)
     is_new = not _is_folder(goal)
     is_far = origin.folder is None or goal.folder is None
     with (
         Crew(num_threads or (_MOST_FAR_THREADS if is_far else _MOST_THREADS)) as crew,
-        progress_bar("copying", total=None, unit="B", enabled=settings.progress) as bar,
+        progress_bar("copying", total=None, unit="B", enabled=load_settings().progress) as bar,
     ):
         copy = _Copy(open_source(origin), _open_target(goal), goal, crew)
         first = copy.find_folder if is_folder else partial(copy.find_file, new_name)

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from bridge.config import load_settings
 from bridge.errors import MissingDependencyError, VolumeError
 from bridge.volumes.path import is_mounted, locate
 from bridge.volumes.storage import Entry, Storage, with_retries
@@ -186,7 +187,7 @@ class FsspecStorage:
             raise VolumeError(f"{self}/{name} cannot be used: {type(exc).__name__}: {exc}") from exc
 
 
-def open_storage(path: str | os.PathLike[str], *, volume_root: Path | None = None) -> Storage:
+def open_storage(path: str | os.PathLike[str]) -> Storage:
     """Return the storage whose root is `path`; nothing is made.
 
     A volume is, in this order: its mount, where it is there and answers; the folder that is configured to stand for
@@ -197,6 +198,7 @@ def open_storage(path: str | os.PathLike[str], *, volume_root: Path | None = Non
         VolumeError: A mount is there but does not answer or may not be read, and there is no other way to the volume.
         MissingDependencyError: fsspec needs a package for that kind of address.
     """
+    volume_root = load_settings().volume_root
     place = locate(path, volume_root)
     if not place.name.startswith("/Volumes/"):
         return _by_fsspec(place.name) if place.local is None else LocalStorage(place.local)
