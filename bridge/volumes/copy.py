@@ -193,19 +193,17 @@ class _Copy:
             self._fail(name, exc)
 
     def phases(self) -> Iterator[None]:
-        """Yield when tasks are there to be done: all but the markers, then those of the deepest folders, and so on."""
+        """Yield when tasks are there to be done: all but the markers, then those of folders without a failure."""
         yield
-        depths = sorted({found.name.count("/") for found in self._markers}, reverse=True)
-        if depths:
+        if self._markers:
             self._target.sync()
-        for depth in depths:
-            broken = {above for name, _ in self.failures for above in _upwards(name)}
-            for found in self._markers:
-                if found.name.count("/") == depth and found.name.rpartition("/")[0] in broken:
-                    self._fail(found.name, VolumeError("not copied: some of what it makes complete was not"))
-                elif found.name.count("/") == depth:
-                    self._crew.add([partial(self._copy_marker, found)])
-            yield
+        broken = {above for name, _ in self.failures for above in _upwards(name)}
+        for found in self._markers:
+            if found.name.rpartition("/")[0] in broken:
+                self._fail(found.name, VolumeError("not copied: some of what it makes complete was not"))
+            else:
+                self._crew.add([partial(self._copy_marker, found)])
+        yield
 
     def _there(self, folder: str) -> dict[str, Entry] | None:
         """Return what the target holds in a folder, by last name; None where it is not there."""

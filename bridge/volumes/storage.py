@@ -83,7 +83,7 @@ def is_transient(exc: OSError) -> bool:
 
 def reason_of(exc: BaseException) -> str:
     """Return in a few words why something failed, without a period."""
-    return getattr(exc, "strerror", None) or str(exc).partition("\n")[0].rstrip(".")
+    return getattr(exc, "strerror", None) or str(exc).partition("\n")[0].rstrip(". ") or type(exc).__name__
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 from bridge.config import load_settings
 from bridge.errors import MissingDependencyError, VolumeError
 from bridge.volumes.path import is_mounted, locate
-from bridge.volumes.storage import Entry, Storage, with_retries
+from bridge.volumes.storage import Entry, Storage, reason_of, with_retries
 
 _SEEN_S = 10.0
 _ADVICE = "  Install what fsspec needs for it: s3fs for s3://, adlfs for abfss://, gcsfs for gs://."
@@ -36,7 +36,6 @@ class LocalStorage:
 
     @property
     def folder(self) -> Path:
-        """The folder."""
         return self._folder
 
     def path(self, name: str) -> Path:
@@ -59,7 +58,6 @@ class LocalStorage:
         return Entry(path.name, stat.S_ISDIR(found.st_mode), found.st_size, found.st_mtime_ns)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return a range of a file."""
         return with_retries(lambda: _read(self.path(name), start, stop))
 
     def write(self, name: str, blocks: Iterable[bytes | memoryview]) -> None:
@@ -72,7 +70,6 @@ class LocalStorage:
         _sync_folder(path.parent)
 
     def delete(self, name: str) -> bool:
-        """Delete a file; return whether it was there."""
         try:
             with_retries(self.path(name).unlink)
         except FileNotFoundError:
@@ -80,11 +77,9 @@ class LocalStorage:
         return True
 
     def make_folder(self, name: str = "") -> None:
-        """Make a folder and those above it."""
         with_retries(lambda: self.path(name).mkdir(parents=True, exist_ok=True))
 
     def delete_folder(self, name: str = "") -> None:
-        """Delete an empty folder."""
         with contextlib.suppress(FileNotFoundError):
             with_retries(self.path(name).rmdir)
 
@@ -102,7 +97,6 @@ class FsspecStorage:
 
     @property
     def folder(self) -> None:
-        """No folder that Python opens."""
         return None
 
     def list(self, name: str = "") -> Iterator[Entry]:
@@ -117,14 +111,12 @@ class FsspecStorage:
                 yield _entry(info)
 
     def status(self, name: str) -> Entry:
-        """Return size and time of a file."""
         path = self._path(name)
         with self._translated(name):
             self._filesystem.invalidate_cache(self._filesystem._parent(path))
             return _entry(self._filesystem.info(path))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return a range of a file."""
         if stop is not None and stop <= start:
             return b""
         with self._translated(name):
@@ -154,7 +146,6 @@ class FsspecStorage:
             raise
 
     def delete(self, name: str) -> bool:
-        """Delete a file; return whether it was there."""
         try:
             with self._translated(name):
                 self._filesystem.rm_file(self._path(name))
@@ -246,16 +237,12 @@ def _by_fsspec(address: str) -> FsspecStorage:
     try:
         filesystem, root = url_to_fs(address)
     except ImportError as exc:
-        raise MissingDependencyError(f"{address} cannot be reached: {_first_line(exc)}.\n{_ADVICE}") from exc
+        raise MissingDependencyError(f"{address} cannot be reached: {reason_of(exc)}.\n{_ADVICE}") from exc
     except Exception as exc:  # each file system of fsspec has errors of its own
-        raise VolumeError(f"{address} cannot be reached: {_first_line(exc)}.\n{_ADVICE}") from exc
+        raise VolumeError(f"{address} cannot be reached: {reason_of(exc)}.\n{_ADVICE}") from exc
     if "file" in filesystem.protocol:  # what fsspec takes any text for that it cannot split
         raise VolumeError(f"{address} is no address.\n  Give scheme://..., or a path without a scheme.")
     return FsspecStorage(filesystem, root, address)
-
-
-def _first_line(exc: Exception) -> str:
-    return str(exc).partition("\n")[0].rstrip(". ") or type(exc).__name__
 
 
 def flush_file(descriptor: int, path: Path) -> None:
