@@ -26,9 +26,11 @@ _NUM_THREADS = 16
 
 @dataclass(frozen=True)
 class ExportInfo(Standing):
-    """One export, or what there is of one; "no export" where something else was committed.
+    """One export, or what there is of one: how it stands, and what it holds.
 
     Attributes:
+        path, state, age_s, num_holders, num_bytes, problem: As of `Standing`; the state is "no export" where something
+            else was committed.
         table: None unless it is complete, like all that follow.
         query: What was asked for: exports of the same table and query differ in their versions alone.
         identity: As of the manifest; None for what nobody can ask for again, such as a DataFrame.

@@ -21,9 +21,9 @@ from bridge.volumes.commit import Marker, is_marker, read_markers
 from bridge.volumes.crew import Crew, Task
 from bridge.volumes.lease import is_lease
 from bridge.volumes.source import FolderSource, Found, StorageSource, open_source
-from bridge.volumes.storage import Entry, Storage, is_transient, join, reason_of, with_retries
+from bridge.volumes.storage import Entry, Storage, is_full, is_transient, join, reason_of, with_retries
 from bridge.volumes.stores import open_storage
-from bridge.volumes.target import FolderTarget, StorageTarget, is_copied, is_full, is_temporary
+from bridge.volumes.target import FolderTarget, StorageTarget, is_copied, is_temporary
 
 _MOST_THREADS = 128
 _MOST_FAR_THREADS = 32  # a client of an object store keeps large buffers for each file

@@ -81,6 +81,11 @@ def is_transient(exc: OSError) -> bool:
     return exc.errno in _TRANSIENT
 
 
+def is_full(exc: OSError) -> bool:
+    """Return whether there is no room left."""
+    return exc.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def reason_of(exc: BaseException) -> str:
     """Return in a few words why something failed, without a period."""
     return getattr(exc, "strerror", None) or str(exc).partition("\n")[0].rstrip(". ") or type(exc).__name__

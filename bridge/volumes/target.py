@@ -15,7 +15,7 @@ from pathlib import Path
 
 from bridge.volumes.crew import Crew
 from bridge.volumes.source import ChangedError, Reader
-from bridge.volumes.storage import Entry, Storage, join, wait_for_files, with_retries
+from bridge.volumes.storage import Entry, Storage, is_full, join, wait_for_files, with_retries
 from bridge.volumes.stores import take_back
 
 _SOON = 1 << 20  # so small a file is written at once
@@ -44,11 +44,6 @@ def pieces(size: int, piece: int) -> Iterator[tuple[int, int]]:
 def is_temporary(name: str) -> bool:
     """Return whether a file of this name is what a copy is writing, or what a killed one left."""
     return _TEMPORARY.fullmatch(name) is not None
-
-
-def is_full(exc: OSError) -> bool:
-    """Return whether there is no room left."""
-    return exc.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class FolderTarget:
