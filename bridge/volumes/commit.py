@@ -33,11 +33,11 @@ from bridge.volumes.digest import digest_bytes
 from bridge.volumes.lease import GRACE_S, Lease, count_holders, drop_stale_leases, has_leases, storage_time_ns
 from bridge.volumes.storage import Storage, is_transient, join, translated, wait_for_files
 
+MARKERS = tuple(f"_bridge.{number}.json" for number in range(4))
 WITHDRAWN = "_withdrawn"  # a file that says so
 
 _LABEL = re.compile(r"[a-z0-9]{1,32}")
 _NAME = re.compile(rf"(?P<generation>\d{{13,}})-(?P<label>{_LABEL.pattern})-(?P<id>[0-9a-f]{{12}})")
-_MARKERS = tuple(f"_bridge.{number}.json" for number in range(4))
 _WITHDRAWN_S = 30.0
 
 # How long a folder must have been gone that a server wrote, which was told to stop: Spark's tasks end when they notice,
@@ -161,7 +161,7 @@ class OpenAttempt:
     def _write_marker(self, data: bytes, timeout_s: float) -> None:
         """Write a marker; one that fails is tried again under a new name, since its own may hold a part for good."""
         problem = ""
-        for marker in _MARKERS:
+        for marker in MARKERS:
             name = join(self.name, marker)
             try:
                 # an iterator: the storage shall not try again under this name
@@ -176,7 +176,7 @@ class OpenAttempt:
                 problem = exc.strerror or str(exc)
                 time.sleep(0.1)
         raise VolumeError(
-            f"no marker could be written to {self.storage}/{self.name} in {len(_MARKERS)} tries: {problem}."
+            f"no marker could be written to {self.storage}/{self.name} in {len(MARKERS)} tries: {problem}."
         )
 
     def _abandon(self) -> None:
@@ -275,14 +275,9 @@ def complete_attempts(storage: Storage, label: str | None = None) -> Iterator[tu
                 yield attempt, marker
 
 
-def is_marker(name: str) -> bool:
-    """Return whether a file of this name makes its folder complete."""
-    return name in _MARKERS
-
-
 def marker_names(folder: str = "") -> list[str]:
     """Return all names that a marker of a folder may have. They are asked for by name: listings may lag."""
-    return [join(folder, name) for name in _MARKERS]
+    return [join(folder, name) for name in MARKERS]
 
 
 def read_marker(storage: Storage, folder: str = "") -> Marker | None:

@@ -14,10 +14,10 @@ from functools import partial
 from typing import Any
 
 from bridge.config import load_settings
-from bridge.display import format_bytes, format_count, format_seconds
+from bridge.display import format_bytes, format_count, format_seconds, printable
 from bridge.errors import CopyError, VolumeError
 from bridge.progress import progress_bar
-from bridge.volumes.commit import Marker, is_marker, read_markers
+from bridge.volumes.commit import MARKERS, Marker, read_markers
 from bridge.volumes.crew import Crew, Task
 from bridge.volumes.lease import is_lease
 from bridge.volumes.source import FolderSource, Found, StorageSource, open_source
@@ -57,9 +57,9 @@ class CopyReport:
         ]
         for what, pairs in (("left out", self.notes), ("failed", self.failures)):
             lines += [f"{format_count(len(pairs))} {what}:"] if pairs else []
-            lines += [f"  {_printable(path)}: {_printable(reason)}" for path, reason in pairs[:_SHOWN]]
+            lines += [f"  {printable(path)}: {printable(reason)}" for path, reason in pairs[:_SHOWN]]
             lines += [f"  and {format_count(len(pairs) - _SHOWN)} more"] if len(pairs) > _SHOWN else []
-        lines += [f"  {_printable(self.stopped)}"] if self.stopped else []
+        lines += [f"  {printable(self.stopped)}"] if self.stopped else []
         if self.failures:
             lines.append("  Mend that and run it again: what is there is skipped.")
         return "\n".join(lines)
@@ -107,9 +107,9 @@ def copy_tree(
     try:
         is_folder = with_retries(lambda: origin.status("")).is_folder
     except FileNotFoundError as exc:
-        raise FileNotFoundError(f"there is nothing at {_printable(source)}.") from exc
+        raise FileNotFoundError(f"there is nothing at {printable(source)}.") from exc
     except OSError as exc:
-        raise VolumeError(f"{_printable(source)} cannot be read: {reason_of(exc)}.") from exc
+        raise VolumeError(f"{printable(source)} cannot be read: {reason_of(exc)}.") from exc
     name = new_name = ""
     if not is_folder:
         folder, name = _split(source)
@@ -140,7 +140,7 @@ def copy_tree(
         copy.stopped,
     )
     if report.failures:
-        raise CopyError(f"{_printable(source)} was not copied whole.\n{report}", report)
+        raise CopyError(f"{printable(source)} was not copied whole.\n{report}", report)
     return report
 
 
@@ -230,7 +230,7 @@ class _Copy:
                     self._fail(found.name, VolumeError(found.problem))
                 elif found.is_folder:
                     folders.append(partial(self.find_folder, found.name, is_new=is_new))
-                elif is_marker(last) and not new_name:
+                elif last in MARKERS and not new_name:
                     self._markers.append(found)
                 elif not (is_lease(found.name) or is_temporary(last)):
                     files.append(partial(self._copy_file, found, there.get(last), new_name or found.name, is_new))
@@ -350,7 +350,7 @@ def _open_target(goal: Storage) -> FolderTarget | StorageTarget:
         return target if target is not None and target.probe() else StorageTarget(goal)
     except OSError as exc:
         raise VolumeError(
-            f"{_printable(str(goal))} cannot be written: {reason_of(exc)}.\n"
+            f"{printable(str(goal))} cannot be written: {reason_of(exc)}.\n"
             "  Give a folder or volume you may write (WRITE VOLUME)."
         ) from exc
 
@@ -367,7 +367,7 @@ def _refuse_overlap(origin: Storage, goal: Storage, *, is_folder: bool) -> None:
     is_same = here[0] == there[0]
     if is_same or (is_folder and (here[0] in there or there[0] in here)):
         raise VolumeError(
-            f"{_printable(str(goal))} cannot take {_printable(str(origin))}: "
+            f"{printable(str(goal))} cannot take {printable(str(origin))}: "
             f"{'they are the same' if is_same else 'one of them lies in the other'}.\n"
             "  What the source holds goes into the target: give a folder outside of the source, and not around it."
         )
@@ -401,8 +401,3 @@ def _upwards(name: str) -> Iterator[str]:
         yield name
         name = name.rpartition("/")[0]
     yield ""
-
-
-def _printable(text: str) -> str:
-    # a name may hold line breaks, terminal codes and bytes that are no text
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -15,7 +15,7 @@ from typing import Any
 
 from bridge.config import load_settings
 from bridge.errors import MissingDependencyError, VolumeError
-from bridge.volumes.path import is_mounted, locate
+from bridge.volumes.path import locate
 from bridge.volumes.storage import Entry, Storage, reason_of, with_retries
 
 _SEEN_S = 10.0
@@ -194,7 +194,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
     if not place.name.startswith("/Volumes/"):
         return _by_fsspec(place.name) if place.local is None else LocalStorage(place.local)
     broken = _mount_error(place.name)
-    if is_mounted(place.name) and broken is None:
+    if broken is None:
         return LocalStorage(Path(place.name))
     if volume_root is None and _has_workspace() and find_spec("fsspec_databricks"):
         from fsspec_databricks import DatabricksFileSystem
@@ -205,7 +205,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
             f"{place.name} may not be read: {broken.strerror}.\n"
             "  Ask for READ VOLUME, and for USE of its catalog and schema."
         ) from broken
-    if broken is not None:
+    if not isinstance(broken, FileNotFoundError | NotADirectoryError):
         raise VolumeError(
             f"the mount of {place.name} does not answer: {broken.strerror}.\n"
             "  Mount it again, or install fsspec-databricks and set DATABRICKS_HOST to go through the Files API."
@@ -214,12 +214,10 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
 
 
 def _mount_error(volume: str) -> OSError | None:
-    """Return how the mount of a volume fails, None where it works or there is none."""
+    """Return how the mount of a volume fails, None where it works."""
     try:
         with os.scandir(Path(*Path(volume).parts[:5])) as found:
             next(found, None)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except OSError as exc:
         return exc
     return None

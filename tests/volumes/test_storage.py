@@ -200,7 +200,6 @@ def test_links_are_told_from_files(tmp_path: Path) -> None:
 
 def test_a_mount_is_used_where_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing can be mounted at /Volumes for one test alone.
-    monkeypatch.setattr(stores, "is_mounted", lambda name: True)
     monkeypatch.setattr(stores, "_mount_error", lambda name: None)
 
     monkeypatch.setenv("BRIDGE_VOLUME_ROOT", str(tmp_path))
