@@ -18,6 +18,8 @@ from bridge.volumes.hold import delete_unheld, in_use
 from bridge.volumes.lease import GRACE_S
 from bridge.volumes.stores import LocalStorage
 
+_NUM_THREADS = 128  # they wait for listings that lag, for seconds
+
 
 @dataclass(frozen=True)
 class PruneReport:
@@ -176,6 +178,5 @@ def _delete(doomed: Iterable[ExportInfo], kept: dict[str, str], failed: dict[str
         kept.update({str(parent / attempt.name): why for attempt, why in held.items()})
         failed.update({str(parent / attempt.name): why for attempt, why in problems.items()})
 
-    # each waits for listings that lag
-    with ThreadPoolExecutor() as threads:
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
         list(threads.map(delete, found))
