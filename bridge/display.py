@@ -124,10 +124,13 @@ def html_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return f"<table>\n<thead>\n{head}\n</thead>\n<tbody>\n{lines}\n</tbody>\n</table>"
 
 
-def _text(cell: object) -> str:
-    text = "" if cell is None else str(cell)
-    # a column's name may hold line breaks and terminal codes
+def printable(text: str) -> str:
+    """Escape what is not to be shown: a name may hold line breaks, terminal codes and bytes that are no text."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def _text(cell: object) -> str:
+    return "" if cell is None else printable(str(cell))
 
 
 def _holds_numbers(cells: Sequence[object]) -> bool:

@@ -7,7 +7,6 @@ import os
 from typing import Any
 
 from bridge.checkpoints.layout import pickled, unpickled
-from bridge.config import load_settings
 from bridge.errors import CheckpointNotFoundError, CorruptFileError, VolumeError
 from bridge.volumes.commit import begin, collect_garbage, complete_attempts, delete_attempt, read_marker
 from bridge.volumes.digest import digest_bytes
@@ -32,7 +31,7 @@ def save_file(obj: Any, path: str | os.PathLike[str]) -> None:
         >>> import bridge
         >>> bridge.save_file({"threshold": 0.5}, "/Volumes/main/ml/models/best.pt")  # doctest: +SKIP
     """
-    storage = open_storage(path, volume_root=load_settings().volume_root)
+    storage = open_storage(path)
     if _is_file(storage):
         raise VolumeError(f"{path} is a file, and save_file makes a folder.\n  Give another name.")
     data = pickled(os.fspath(path), obj)
@@ -61,7 +60,7 @@ def load_file(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> Any
         CorruptFileError: It is damaged, or it would run code.
         VolumeError: It cannot be read.
     """
-    storage = open_storage(path, volume_root=load_settings().volume_root)
+    storage = open_storage(path)
     for attempt, marker in complete_attempts(storage, _LABEL):
         where = f"{storage}/{attempt.name}/{_NAME}"
         try:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -19,31 +19,23 @@ from bridge.checkpoints.blocks import Blocks
 from bridge.checkpoints.layout import Entry, Part, file_order, make_header, pickled, unpickled
 from bridge.checkpoints.opened import STOCK, open_checkpoint
 from bridge.checkpoints.reader import UCVolumeReader
-from bridge.checkpoints.retention import Retention, Saved, delete_unheld, list_saved
+from bridge.checkpoints.retention import Retention, Saved, list_saved
 from bridge.checkpoints.writer import KIND, UCVolumeWriter
-from bridge.config import load_settings
-from bridge.errors import BridgeError, CheckpointError, CheckpointNotFoundError, CorruptFileError, VolumeError
-from bridge.volumes.commit import WITHDRAWN, attempts, collect_garbage, read_marker
-from bridge.volumes.lease import count_holders, storage_time_ns
+from bridge.errors import BridgeError, CheckpointError, CheckpointNotFoundError, CorruptFileError
+from bridge.volumes.commit import Attempt, collect_garbage
+from bridge.volumes.hold import delete_unheld
 from bridge.volumes.storage import Storage
 from bridge.volumes.stores import LocalStorage, open_storage
-
-State = Literal["complete", "being written", "left behind", "withdrawn", "unreadable", "something else"]
+from bridge.volumes.survey import Look, Standing, survey
 
 
 @dataclass(frozen=True)
-class CheckpointInfo:
-    """One save, or what there is of one; what follows `num_holders` is only known of a complete one."""
+class CheckpointInfo(Standing):
+    """One save, or what there is of one; what is told here is only known of a complete one."""
 
-    path: str
-    state: State
-    age_s: float
-    num_holders: int = 0
     step: int | None = None
-    num_bytes: int | None = None
     world_size: int | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    problem: str | None = None
 
 
 def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
@@ -53,43 +45,31 @@ def list_checkpoints(root: str | os.PathLike[str]) -> list[CheckpointInfo]:
         CheckpointNotFoundError: The folder holds none.
         VolumeError: It cannot be read.
     """
-    storage = _open(root)
-    found = attempts(storage)
-    if not found:
+    storage = open_storage(root)
+    looks = survey(storage)
+    if not looks:
         told = "holds no checkpoint.\n  Give the folder that was saved to."
         if storage.folder is not None and (storage.folder / STOCK).is_file():
             told = (
                 "is one checkpoint of torch's FileSystemWriter.\n  bridge checkpoints convert writes it in this form."
             )
         raise CheckpointNotFoundError(f"{storage} {told}")
-    now_ns = storage_time_ns(storage)
-    held = count_holders(storage, now_ns=now_ns)
-    infos = []
-    for attempt in found:
-        about: dict[str, Any] = {
-            "path": f"{storage}/{attempt.name}",
-            "age_s": max(0.0, now_ns / 1e9 - attempt.generation / 1e3),
-            "num_holders": held.get(attempt.attempt_id, 0),
-        }
-        try:
-            marker = read_marker(storage, attempt.name)
-        except VolumeError as exc:
-            infos.append(CheckpointInfo(**about, state="unreadable", problem=str(exc)))
-            continue
-        if marker is None:
-            infos.append(CheckpointInfo(**about, state=_incomplete(storage, attempt.name, about["num_holders"])))
-        elif marker.body.get("kind") != KIND:
-            infos.append(CheckpointInfo(**about, state="something else"))
-        else:
-            missing = marker.missing(storage, attempt.name)
-            infos.append(
-                CheckpointInfo(
-                    **about, state="complete", step=marker.body["facts"].get("step"),
-                    num_bytes=marker.body["num_bytes"], world_size=marker.body["world_size"],
-                    facts=marker.body["facts"], problem=None if missing is None else f"{missing} is not there in full",
-                )
-            )  # fmt: skip
-    return infos
+    return [_describe(storage, attempt, look) for attempt, look in looks.items()]
+
+
+def _describe(storage: Storage, attempt: Attempt, look: Look) -> CheckpointInfo:
+    seen, marker = look()
+    info = CheckpointInfo(**vars(seen))
+    if marker is None:
+        return info
+    body = marker.body
+    if body.get("kind") != KIND:
+        return replace(info, state="something else")
+    missing = marker.missing(storage, attempt.name)
+    return replace(
+        info, num_bytes=body["num_bytes"], problem=f"{missing[0]} is not there in full" if missing else None,
+        step=body["facts"].get("step"), world_size=body["world_size"], facts=body["facts"],
+    )  # fmt: skip
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -161,7 +141,7 @@ def prune_checkpoints(
     Raises:
         CheckpointError: Steps would be deleted, and none is whole.
     """
-    storage = _open(root)
+    storage = open_storage(root)
     doomed: list[Saved] = []
     if keep_last is not None:
         retention, saved = Retention(keep_last, keep_every), list_saved(storage)
@@ -169,9 +149,9 @@ def prune_checkpoints(
             doomed = retention.doomed(saved, {_newest_whole(os.fspath(root), saved).attempt.name})
     if dry_run:
         return doomed, []
-    problems = delete_unheld(storage, [one.attempt for one in doomed])
+    _, failed = delete_unheld(storage, [one.attempt for one in doomed], at_once=True)
     collect_garbage(storage)
-    return doomed, problems
+    return doomed, list(failed.values())
 
 
 def _newest_whole(root: str, saved: Sequence[Saved]) -> Saved:
@@ -182,18 +162,6 @@ def _newest_whole(root: str, saved: Sequence[Saved]) -> Saved:
         except (CheckpointError, CorruptFileError):
             continue
     raise CheckpointError(f"no step of {root} is whole, so none was deleted.\n  bridge checkpoints verify says why.")
-
-
-def _open(root: str | os.PathLike[str]) -> Storage:
-    return open_storage(root, volume_root=load_settings().volume_root)
-
-
-def _incomplete(storage: Storage, name: str, num_holders: int) -> State:
-    try:
-        storage.status(f"{name}/{WITHDRAWN}")
-    except FileNotFoundError:
-        return "being written" if num_holders else "left behind"
-    return "withdrawn"
 
 
 def _loaded(source: str) -> dict[str, Any]:

@@ -27,16 +27,15 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
 from bridge.checkpoints.opened import STOCK, open_checkpoint
 from bridge.checkpoints.reader import UCVolumeReader
-from bridge.checkpoints.retention import Mode, Retention, Saved, delete_unheld, list_saved
+from bridge.checkpoints.retention import Mode, Retention, Saved, list_saved
 from bridge.checkpoints.sigterm import Sigterm
 from bridge.checkpoints.staging import Staging
 from bridge.checkpoints.state import RunState
 from bridge.checkpoints.writer import UCVolumeWriter
-from bridge.config import load_settings
 from bridge.distributed import from_rank_0, on_every_rank, own_group, rank, world_size
 from bridge.errors import CheckpointError, CheckpointNotFoundError, CorruptFileError, VolumeError
 from bridge.volumes.commit import attempts, begin, complete_attempts, read_marker
-from bridge.volumes.hold import has_marker
+from bridge.volumes.hold import delete_unheld, has_marker
 from bridge.volumes.storage import Storage
 from bridge.volumes.stores import open_storage
 
@@ -250,7 +249,7 @@ class CheckpointManager:
 
     def steps(self) -> list[int]:
         """Return the steps that are complete, in order."""
-        return sorted({saved.step for saved in list_saved(self._storage())})
+        return sorted({saved.step for saved in list_saved(open_storage(self.root))})
 
     def restore_latest(self, state: Mapping[str, Any]) -> Restored | None:
         """Restore the newest step that is whole; None where no step was ever completed.
@@ -293,11 +292,8 @@ class CheckpointManager:
             warnings.warn(f"{self.root}: {others}.", stacklevel=2)
         return None
 
-    def _storage(self) -> Storage:
-        return open_storage(self.root, volume_root=load_settings().volume_root)
-
     def _try_to_write(self) -> None:
-        with begin(self._storage(), _LABEL):
+        with begin(open_storage(self.root), _LABEL):
             pass
 
     def _is_busy(self) -> bool:
@@ -305,7 +301,7 @@ class CheckpointManager:
 
     def _found(self) -> tuple[list[Saved], list[tuple[int, str]], str]:
         """Return the complete saves, steps whose marker is there and not whole, and in words what else there is."""
-        storage = self._storage()
+        storage = open_storage(self.root)
         begun, found = attempts(storage), list_saved(storage)
         if not found and _holds_something_else(storage):
             raise CheckpointError(
@@ -342,12 +338,11 @@ class CheckpointManager:
     def _delete_old(self) -> None:
         """Delete what no rule keeps; the save itself stands whether or not that works."""
         try:
-            storage = self._storage()
+            storage = open_storage(self.root)
             saved = list_saved(storage)
             doomed = self._retention.doomed(saved, self._protected)
-            problems = [
-                f"an old checkpoint stays: {told}" for told in delete_unheld(storage, [x.attempt for x in doomed])
-            ]
+            _, failed = delete_unheld(storage, [one.attempt for one in doomed], at_once=True)
+            problems = [f"an old checkpoint stays: {told}" for told in failed.values()]
             problems += self._retention.why_no_best(saved)
         except OSError as exc:
             problems = [f"an old checkpoint stays: {exc}"]

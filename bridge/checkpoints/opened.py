@@ -7,7 +7,6 @@ from pathlib import Path
 
 from bridge.checkpoints.layout import INDEX, Index
 from bridge.checkpoints.writer import KIND
-from bridge.config import load_settings
 from bridge.errors import CheckpointNotFoundError, CorruptFileError, VolumeError
 from bridge.volumes.commit import Marker, attempts, complete_attempts, read_marker
 from bridge.volumes.digest import digest_bytes
@@ -51,10 +50,10 @@ def open_checkpoint(path: str) -> Opened:
         CorruptFileError: Its index is damaged or gone.
         VolumeError: The folder cannot be read.
     """
-    storage = open_storage(path, volume_root=load_settings().volume_root)
+    storage = open_storage(path)
     if (marker := read_marker(storage)) is not None:
         parent, _, name = str(path).rstrip("/").rpartition("/")
-        held = open_storage(parent or "/", volume_root=load_settings().volume_root) if name else storage
+        held = open_storage(parent or "/") if name else storage
         return Opened(storage, "", marker, read_index(storage, "", marker), hold_attempt(held, name))
     # other things may be kept there too
     found = next((one for one in complete_attempts(storage) if one[1].body.get("kind") == KIND), None)

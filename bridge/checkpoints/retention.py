@@ -1,14 +1,12 @@
-"""Which saves of a run stay. Pure but for the deletion."""
+"""Which saves of a run stay."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from bridge.errors import VolumeError
-from bridge.volumes.commit import Attempt, complete_attempts, delete_attempt, withdraw_attempt
-from bridge.volumes.lease import GRACE_S, count_holders, storage_time_ns
+from bridge.volumes.commit import Attempt, complete_attempts
 from bridge.volumes.storage import Storage
 
 Mode = Literal["min", "max"]
@@ -88,22 +86,3 @@ def list_saved(storage: Storage) -> list[Saved]:
             size, world = marker.body["num_bytes"], marker.body["world_size"]
             found.append(Saved(step, attempt, facts.get("metrics", {}), size, world))
     return sorted(found, key=lambda one: (-one.step, one.attempt.rank))
-
-
-def delete_unheld(storage: Storage, doomed: Iterable[Attempt]) -> list[str]:
-    """Delete attempts, their markers first; return why some could not be. Those that are read just now go later.
-
-    A reader that opens one at this moment fails with an error that names it.
-    """
-    problems: list[str] = []
-    attempts = list(doomed)
-    held = count_holders(storage, now_ns=storage_time_ns(storage), grace_s=GRACE_S) if attempts else {}
-    for attempt in attempts:
-        try:
-            if attempt.attempt_id in held:
-                withdraw_attempt(storage, attempt)  # its files are garbage when nobody reads them
-            else:
-                delete_attempt(storage, attempt)
-        except VolumeError as exc:
-            problems.append(str(exc))
-    return problems

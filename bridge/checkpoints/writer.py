@@ -39,14 +39,13 @@ from bridge.checkpoints.layout import (
     pickled,
 )
 from bridge.checkpoints.pieces import Piece, by_file, file_bytes, piece_of, value_of
-from bridge.checkpoints.retention import delete_unheld
 from bridge.checkpoints.staging import Staging
-from bridge.config import load_settings
 from bridge.display import format_names
 from bridge.distributed import Told, world_size
 from bridge.errors import CheckpointError, VolumeError
 from bridge.volumes.commit import OpenAttempt, begin, collect_garbage, complete_attempts
 from bridge.volumes.digest import digest_bytes
+from bridge.volumes.hold import delete_unheld
 from bridge.volumes.storage import Storage, is_transient
 from bridge.volumes.stores import open_storage
 
@@ -240,7 +239,7 @@ class _Save:
         """Begin the attempt, on the coordinator."""
         self._rank = rank
         # here and not before, so that all ranks learn of a failure
-        self._storage: Storage = open_storage(self._path, volume_root=load_settings().volume_root)
+        self._storage: Storage = open_storage(self._path)
         if is_coordinator:
             self._attempt = self._stack.enter_context(begin(self._storage, label))
             self._told.tell(self._attempt.name)
@@ -318,7 +317,7 @@ class _Save:
         with contextlib.suppress(OSError):
             mine = self._attempt.attempt
             older = [one for one, _ in complete_attempts(self._storage, mine.label) if one.rank > mine.rank]
-            delete_unheld(self._storage, older)
+            delete_unheld(self._storage, older, at_once=True)
             collect_garbage(self._storage)
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]], facts: Mapping[str, Any]) -> None:

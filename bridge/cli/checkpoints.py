@@ -32,7 +32,7 @@ def ls(root: RootArgument, profile: ProfileOption = None) -> None:
     found = list_checkpoints(root)
     rows = (
         [
-            info.state if info.problem is None else f"DAMAGED: {info.problem}",
+            _state(info),
             info.step, _size(info), info.world_size, shown_age(info.age_s), _facts(info), info.path,
         ]
         for info in found
@@ -128,6 +128,12 @@ def gc(
         print(f"FAILED: {problem}")
     if problems:
         raise typer.Exit(1)
+
+
+def _state(info: CheckpointInfo) -> str:
+    if info.problem is None:
+        return info.state
+    return f"{'DAMAGED' if info.state == 'complete' else info.state}: {info.problem}"
 
 
 def _size(info: CheckpointInfo) -> str:

@@ -35,12 +35,10 @@ def cp(
 
 
 def _tell_stand_ins(*paths: str) -> None:
-    from bridge.config import load_settings
     from bridge.volumes.stores import open_storage
 
-    root = load_settings().volume_root
     for path in paths:
-        folder = open_storage(path, volume_root=root).folder
+        folder = open_storage(path).folder
         if path.removeprefix("dbfs:").startswith("/Volumes/") and not str(folder or "/Volumes/").startswith(
             "/Volumes/"
         ):

@@ -46,7 +46,7 @@ def open_cache() -> FileCache:
 
 
 def _fetched(paths: list[str | None], column: str, epoch: Epoch) -> list[str | None]:
-    open_place = functools.cache(functools.partial(open_storage, volume_root=load_settings().volume_root))
+    open_place = functools.cache(open_storage)
 
     def fetch(path: str) -> str:
         folder, _, name = path.rpartition("/")

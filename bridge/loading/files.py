@@ -14,7 +14,6 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from bridge import distributed
-from bridge.config import load_settings
 from bridge.distributed import from_rank_0
 from bridge.errors import RankError, VolumeError
 from bridge.loading.ahead import FetchedAhead
@@ -161,7 +160,7 @@ class UCVolumeDataset(OrderedDataset):
         return {"pattern": str(self._pattern), "recursive": str(self._recursive), "expected": str(self._expected_files)}
 
     def _found(self) -> list[str]:
-        storage = _open(self._path)
+        storage = open_storage(self._path)
         expected = self._expected_files
         within_s = self._timeout_s if expected else min(self._timeout_s, _EMPTY_S)
         deadline, delay = time.monotonic() + within_s, 0.05
@@ -218,7 +217,7 @@ class UCVolumeDataset(OrderedDataset):
         if self._held is None:
             self._held, self._held_bytes = cache.epoch(), 0
         held = self._held
-        names, storage = self._names, _open(self._path)
+        names, storage = self._names, open_storage(self._path)
         assert names is not None
 
         def find(index: int) -> Fetched:
@@ -289,10 +288,6 @@ class UCVolumeDataset(OrderedDataset):
         if self._num_skipped <= _MOST_NAMED:
             more = " Others are only counted, in traffic." if self._num_skipped == _MOST_NAMED else ""
             warnings.warn(f"{self._path}/{name} is skipped: {error}{more}", stacklevel=2)
-
-
-def _open(path: str) -> Storage:
-    return open_storage(path, volume_root=load_settings().volume_root)
 
 
 def _list(storage: Storage, is_recursive: bool, matches: Callable[[str], bool]) -> list[str]:

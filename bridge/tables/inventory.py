@@ -3,53 +3,40 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from bridge.config import load_settings
-from bridge.display import did_you_mean, format_seconds
+from bridge.display import did_you_mean
 from bridge.errors import BridgeError, ExportNotFoundError, VolumeError
 from bridge.manifest import Manifest, Shard
-from bridge.volumes.commit import WITHDRAWN, Attempt, attempts, is_marker, read_marker
+from bridge.volumes.commit import Attempt, read_marker
 from bridge.volumes.digest import digest_ranges
 from bridge.volumes.hold import hold_attempt
-from bridge.volumes.lease import BEAT_S, count_holders, last_beats_s, storage_time_ns
-from bridge.volumes.path import locate
-from bridge.volumes.storage import Storage, with_retries
+from bridge.volumes.path import volume_path
+from bridge.volumes.storage import reason_of, with_retries
 from bridge.volumes.stores import LocalStorage
+from bridge.volumes.survey import Look, Standing, survey
 
 _NUM_THREADS = 16
 
-State = Literal["complete", "being written", "left behind", "withdrawn", "unreadable", "no export"]
-
 
 @dataclass(frozen=True)
-class ExportInfo:
-    """One export, or what there is of one.
+class ExportInfo(Standing):
+    """One export, or what there is of one: how it stands, and what it holds.
 
     Attributes:
-        path: Its folder.
-        state: "being written" while a writer holds it; "left behind" by a writer that failed or was killed; "withdrawn"
-            when it was deleted while readers held it, whose files go after them; "unreadable" as `problem` says;
-            "no export" where something else was committed.
-        age_s: Seconds since it was begun, by the clock of the volume.
-        num_holders: Readers and writers that hold it. One that was killed counts for up to an hour.
+        path, state, age_s, num_holders, num_bytes, problem: As of `Standing`; the state is "no export" where something
+            else was committed.
         table: None unless it is complete, like all that follow.
         query: What was asked for: exports of the same table and query differ in their versions alone.
         identity: As of the manifest; None for what nobody can ask for again, such as a DataFrame.
         receipt: What was read, by whom, when, with which versions.
-        num_bytes: Bytes of its files; where it is incomplete, of those that are there.
     """
 
-    path: str
-    state: State
-    age_s: float = 0.0
-    num_holders: int = 0
     table: str | None = None
     version: int | None = None
     identity: str | None = None
@@ -57,8 +44,6 @@ class ExportInfo:
     receipt: dict[str, Any] = field(default_factory=dict)
     num_rows: int | None = None
     num_shards: int | None = None
-    num_bytes: int | None = None
-    problem: str | None = None
 
 
 @dataclass(frozen=True)
@@ -94,7 +79,7 @@ def list_exports(root: str | os.PathLike[str], *, table: str | None = None) -> l
         ExportNotFoundError: The folder is not there, or holds no export of `table`.
         VolumeError: The folder cannot be listed.
     """
-    folder = export_path(root)
+    folder = Path(volume_path(root))
     try:
         # what a link leads to would be there twice
         inside = sorted(found.name for found in LocalStorage(folder).list() if found.is_folder and not found.is_link)
@@ -103,7 +88,7 @@ def list_exports(root: str | os.PathLike[str], *, table: str | None = None) -> l
             f"{folder} is no folder.\n  Give the one that was given to export_table as volume."
         ) from exc
     except OSError as exc:
-        raise VolumeError(f"{folder} cannot be listed: {exc.strerror or exc}.") from exc
+        raise VolumeError(f"{folder} cannot be listed: {reason_of(exc)}.") from exc
     if Attempt.parse(folder.name):
         raise ExportNotFoundError(f"{folder} is one export.\n  Give the folder above: {folder.parent}.")
     parents = [folder, *(folder / name for name in inside if not Attempt.parse(name))]
@@ -124,44 +109,25 @@ def list_exports(root: str | os.PathLike[str], *, table: str | None = None) -> l
 
 def _survey(parent: Path) -> list[Callable[[], ExportInfo]]:
     """Return what looks at each attempt of a folder."""
-    storage = LocalStorage(parent)
     try:
-        found = attempts(storage)
-        if not found:
-            return []
-        now_ns = _time_ns(storage)
-        held = count_holders(storage, now_ns=now_ns)
-    except OSError as exc:
-        return [partial(ExportInfo, path=str(parent), state="unreadable", problem=reason(exc))]
-    return [partial(_describe, parent, each, held.get(each.attempt_id, 0), now_ns) for each in found]
+        return [partial(_describe, look) for look in survey(LocalStorage(parent)).values()]
+    except VolumeError as exc:
+        return [partial(ExportInfo, path=str(parent), state="unreadable", problem=reason_of(exc))]
 
 
-def _time_ns(storage: Storage) -> int:
+def _describe(look: Look) -> ExportInfo:
+    seen, marker = look()
+    info, path = ExportInfo(**vars(seen)), Path(seen.path)
+    if marker is None:
+        return info
+    if not {"format_version", "shards"} <= marker.body.keys():
+        return replace(info, state="no export", problem="its marker is of something else")
     try:
-        return storage_time_ns(storage)
-    except VolumeError:  # whoever may only read has no clock but its own
-        return time.time_ns()
-
-
-def _describe(parent: Path, attempt: Attempt, num_holders: int, now_ns: int) -> ExportInfo:
-    path = parent / attempt.name
-    age_s = now_ns / 1e9 - attempt.generation / 1e3
-    info = ExportInfo(path=str(path), state="unreadable", age_s=age_s, num_holders=num_holders)
-    try:
-        marker = read_marker(LocalStorage(parent), attempt.name)
-        if marker is None:
-            return _describe_incomplete(path, info, attempt, now_ns)
-        info = replace(info, num_bytes=sum(marker.sizes.values()))
-        if not {"format_version", "shards"} <= marker.body.keys():
-            return replace(info, state="no export", problem="its marker is of something else")
         manifest = Manifest.from_json(marker.body, path)
-    except (BridgeError, OSError) as exc:
-        return replace(info, problem=reason(exc))
-    except AttributeError:
-        return replace(info, problem="its marker holds no manifest of an export")
+    except BridgeError as exc:
+        return replace(info, state="unreadable", problem=reason_of(exc))
     return replace(
         info,
-        state="complete",
         table=manifest.table,
         version=manifest.version,
         identity=manifest.identity,
@@ -178,31 +144,9 @@ def _missing(path: Path, manifest: Manifest) -> str | None:
     try:
         there = set(os.listdir(path))
     except OSError as exc:
-        return reason(exc)
+        return reason_of(exc)
     gone = [shard.name for shard in manifest.shards if shard.name not in there]
     return f"{len(gone)} of {len(manifest.shards)} shards gone, {gone[0]} among them" if gone else None
-
-
-def _describe_incomplete(path: Path, info: ExportInfo, attempt: Attempt, now_ns: int) -> ExportInfo:
-    num_bytes, names = 0, set()
-    for folder, _, files in os.walk(path):
-        names.update(files)
-        for name in files:
-            try:
-                num_bytes += os.stat(os.path.join(folder, name)).st_size
-            except FileNotFoundError:  # its writer works on it
-                continue
-    state: State = "being written" if info.num_holders else "left behind"
-    problem = None
-    if WITHDRAWN in names:
-        state = "withdrawn"
-    elif any(map(is_marker, names)) and not info.num_holders:
-        problem = "its marker is damaged"
-    elif info.num_holders:
-        quiet_s = last_beats_s(LocalStorage(path.parent), now_ns=now_ns).get(attempt.attempt_id, 0.0)
-        if quiet_s > 6 * BEAT_S:
-            problem = f"no sign of life for {format_seconds(quiet_s)}; if its writer was killed, it goes after an hour"
-    return replace(info, state=state, num_bytes=num_bytes, problem=problem)
 
 
 def is_named(name: str, asked: str) -> bool:
@@ -217,16 +161,11 @@ def describe_export(path: str | os.PathLike[str]) -> ExportInfo:
         ExportNotFoundError: There is no such folder among exports; a copy elsewhere is not among them.
         VolumeError: What is beside it cannot be read.
     """
-    folder = export_path(path)
-    attempt, storage = Attempt.parse(folder.name), LocalStorage(folder.parent)
-    if attempt is None or not folder.is_dir():
-        raise not_found(folder)
-    try:
-        now_ns = _time_ns(storage)
-        held = count_holders(storage, now_ns=now_ns)
-    except OSError as exc:
-        raise VolumeError(f"the leases beside {folder} cannot be read: {reason(exc)}.") from exc
-    return _describe(folder.parent, attempt, held.get(attempt.attempt_id, 0), now_ns)
+    folder = Path(volume_path(path))
+    for attempt, look in survey(LocalStorage(folder.parent)).items():
+        if attempt.name == folder.name:
+            return _describe(look)
+    raise not_found(folder)
 
 
 def verify_export(path: str | os.PathLike[str], *, read: bool = True) -> VerifyReport:
@@ -241,7 +180,7 @@ def verify_export(path: str | os.PathLike[str], *, read: bool = True) -> VerifyR
         ExportError: Its manifest is in a format that this version does not read.
         VolumeError: The folder cannot be read, or the export was deleted meanwhile.
     """
-    folder = export_path(path)
+    folder = Path(volume_path(path))
     marker = read_marker(LocalStorage(folder))
     if marker is None:
         raise not_found(folder)
@@ -272,7 +211,7 @@ def _damage(path: Path, shard: Shard, *, read: bool) -> str:
     except FileNotFoundError:
         return "is not there"
     except OSError as exc:
-        return f"cannot be read: {reason(exc)}"
+        return f"cannot be read: {reason_of(exc)}"
     expected = [*(group.digest for group in shard.row_groups), shard.footer_digest]
     names = [*(f"row group {index}" for index in range(len(shard.row_groups))), "its footer"]
     changed = [
@@ -283,15 +222,7 @@ def _damage(path: Path, shard: Shard, *, read: bool) -> str:
     return f"differs from what was written in {', '.join(changed)}" if changed else ""
 
 
-def export_path(path: str | os.PathLike[str]) -> Path:
-    return locate(path, load_settings().volume_root).folder()
-
-
 def not_found(folder: Path) -> ExportNotFoundError:
     return ExportNotFoundError(
         f"{folder} is not the folder of a complete export.\n  Give one that list_exports(root) shows."
     )
-
-
-def reason(exc: OSError | BridgeError) -> str:
-    return getattr(exc, "strerror", None) or str(exc).partition("\n")[0].rstrip(".")

@@ -68,7 +68,7 @@ def find_reusable(folder: Place, identity: Identity, max_age_s: float | None) ->
             age_s = storage_time_ns(storage) / 1e9 - attempt.generation / 1e3
             if age_s > (max_age_s or 0):
                 return None
-        if marker.missing(storage, attempt.name) is None:
+        if not marker.missing(storage, attempt.name):
             path = folder.local / attempt.name
             return path, Manifest.from_json(marker.body, path)
     return None

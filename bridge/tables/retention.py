@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 from bridge.display import format_seconds
 from bridge.errors import ConfigError, ExportError, VolumeError
-from bridge.tables.inventory import ExportInfo, describe_export, list_exports, not_found, reason
-from bridge.volumes.commit import Attempt, collect_garbage, delete_attempt, withdraw_attempt
-from bridge.volumes.lease import GRACE_S, count_holders, storage_time_ns
-from bridge.volumes.storage import Storage
+from bridge.tables.inventory import ExportInfo, describe_export, list_exports, not_found
+from bridge.volumes.commit import Attempt, collect_garbage
+from bridge.volumes.hold import delete_unheld, in_use
+from bridge.volumes.lease import GRACE_S
 from bridge.volumes.stores import LocalStorage
 
-# How long listings may lack a lease that is there, and names may outlive a marker that is gone.
-_LAG_S = 5.0
+_NUM_THREADS = 128  # they wait for listings that lag, for seconds
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def reasons_to_keep(
         elif info.state == "unreadable":
             kept[info.path] = f"it cannot be read: {info.problem}"
         elif info.num_holders:
-            kept[info.path] = f"{info.state}, {_in_use(info.num_holders)}"
+            kept[info.path] = f"{info.state}, {in_use(info.num_holders)}"
         elif info.age_s < GRACE_S:
             kept[info.path] = f"{info.state} less than {format_seconds(GRACE_S)} ago"
     for found in queries.values():
@@ -126,7 +124,7 @@ def reasons_to_keep(
             elif not whole:
                 kept[info.path] = "damaged, but there is no other of its table and query"
             elif info.num_holders:
-                kept[info.path] = _in_use(info.num_holders)
+                kept[info.path] = in_use(info.num_holders)
             elif max_age_s is not None and info.age_s < max_age_s:
                 kept[info.path] = f"younger than {format_seconds(max_age_s)}"
             elif keep_versions is not None and not info.problem:
@@ -167,47 +165,18 @@ def remove_export(path: str | os.PathLike[str]) -> ExportInfo:
     return info
 
 
-def _delete(doomed: Sequence[ExportInfo], kept: dict[str, str], failed: dict[str, str]) -> None:
-    """Delete exports that nobody holds, as hold.py says; note which stay and which could not be deleted, and why."""
-    withdrawn = _unheld(doomed, withdraw_attempt, kept, failed)
-    if withdrawn:
-        _wait_for_listings()
-        _unheld(withdrawn, delete_attempt, kept, failed, "opened at the last moment, its files go later: ")
+def _delete(doomed: Iterable[ExportInfo], kept: dict[str, str], failed: dict[str, str]) -> None:
+    """Delete exports that nobody holds; note which stay and which could not be deleted, and why."""
+    found: dict[Path, list[Attempt]] = {}
+    for path in (Path(info.path) for info in doomed):
+        attempt = Attempt.parse(path.name)
+        assert attempt is not None
+        found.setdefault(path.parent, []).append(attempt)
 
+    def delete(parent: Path) -> None:
+        held, problems = delete_unheld(LocalStorage(parent), found[parent])
+        kept.update({str(parent / attempt.name): why for attempt, why in held.items()})
+        failed.update({str(parent / attempt.name): why for attempt, why in problems.items()})
 
-def _unheld(
-    doomed: Sequence[ExportInfo],
-    act: Callable[[Storage, Attempt], None],
-    kept: dict[str, str],
-    failed: dict[str, str],
-    how: str = "",
-) -> list[ExportInfo]:
-    """Do one thing to the exports that nobody holds now; return those for which it was done."""
-    done = []
-    for parent, group in groupby(doomed, key=lambda info: Path(info.path).parent):
-        infos, storage = list(group), LocalStorage(parent)
-        try:
-            held = count_holders(storage, now_ns=storage_time_ns(storage))
-        except OSError as exc:
-            failed |= {info.path: f"the leases of {parent} cannot be read: {reason(exc)}." for info in infos}
-            continue
-        for info in infos:
-            attempt = Attempt.parse(Path(info.path).name)
-            assert attempt is not None
-            if attempt.attempt_id in held:
-                kept[info.path] = how + _in_use(held[attempt.attempt_id])
-                continue
-            try:
-                act(storage, attempt)
-                done.append(info)
-            except VolumeError as exc:
-                failed[info.path] = str(exc)
-    return done
-
-
-def _wait_for_listings() -> None:
-    time.sleep(_LAG_S)
-
-
-def _in_use(num_holders: int) -> str:
-    return f"in use by {num_holders} holder{'' if num_holders == 1 else 's'}"
+    with ThreadPoolExecutor(_NUM_THREADS) as threads:
+        list(threads.map(delete, found))

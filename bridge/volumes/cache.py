@@ -24,20 +24,18 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from bridge.display import format_bytes, parse_bytes
 from bridge.errors import VolumeError
-from bridge.volumes.entry import RECORD, Copy, Source, empty, is_cache, list_entries, make_cache, read, write
-from bridge.volumes.pins import Pin, Pins, StalledError, hold_folder
+from bridge.volumes.entry import RECORD, Copy, Source, empty, is_cache, list_entries, make_cache, read
+from bridge.volumes.pins import Pin, Pins, UnservedError, hold_folder
 from bridge.volumes.source import ChangedError
-from bridge.volumes.storage import Entry, Storage
+from bridge.volumes.storage import Entry, Storage, is_full
 
 _FULL_S = 10.0  # how long a full cache is left alone
 _TRIES = 5  # how often a file may change while it is copied
 _TICK_NS = 2 * 10**9  # of a clock that times files in whole seconds
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +136,7 @@ class FileCache:
         """Hold a whole copy of a file, made if it is not there; return whether this process made it.
 
         Raises:
-            _UnservedError: The cache cannot keep it.
-            StalledError: Another process copies it, and stands still.
+            UnservedError: The cache cannot keep it, or another process that copies it stands still.
             ChangedError: The file is no longer in that state.
             VolumeError: The file cannot be read.
         """
@@ -151,14 +148,14 @@ class FileCache:
                     os.utime(copy.record_path)
                 return False
         if copy.num_bytes > self.max_bytes:
-            raise _UnservedError(
+            raise UnservedError(
                 f"{copy.address} takes {format_bytes(copy.num_bytes)}, and max_bytes is {format_bytes(self.max_bytes)}"
             )
         ledger = self._ledger()
         is_last = False
         while True:
             if time.monotonic() < ledger.full_until:
-                raise _UnservedError(self._fullness())
+                raise UnservedError(self._fullness())
             is_new = not ledger.is_tagged
             try:
                 if is_new:
@@ -178,12 +175,12 @@ class FileCache:
                 if isinstance(exc, FileNotFoundError) and not is_new:
                     ledger.is_tagged = False  # somebody deleted the whole cache
                     continue
-                if exc.errno not in _NO_ROOM:
-                    raise _UnservedError(f"it cannot be used: {exc.strerror}") from exc
+                if not is_full(exc):
+                    raise UnservedError(f"it cannot be used: {exc.strerror}") from exc
                 with ledger.lock:
                     if is_last:
                         ledger.full_until = time.monotonic() + _FULL_S
-                        raise _UnservedError(self._fullness()) from exc
+                        raise UnservedError(self._fullness()) from exc
                     # the disk has less room than it said
                     self._evict(copy.disk_bytes, spare=ledger.total // 10)
                 is_last = True
@@ -196,16 +193,16 @@ class FileCache:
             except FileExistsError:
                 empty(copy.folder)  # of what a killed process left
                 os.mkdir(os.path.dirname(copy.path))
-            with open(copy.path, "xb", buffering=0) as file:
+            with open(copy.path, "xb") as file:
                 for number, block in enumerate(source.blocks()):
                     # others may fill the disk at the same time
                     if number and self._free_bytes() < self.min_free_bytes:
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    write(file, block)
+                    file.write(block)
             # Not flushed to the disk. After a crash of the machine, a copy whose bytes were lost is too short, as file
             # systems note the length after the bytes; they would not if the room were allocated beforehand.
-            with open(copy.record_path, "xb", buffering=0) as file:
-                write(file, copy.record)
+            with open(copy.record_path, "xb") as file:
+                file.write(copy.record)
         except BaseException:
             with contextlib.suppress(OSError):
                 empty(copy.folder)
@@ -216,7 +213,7 @@ class FileCache:
         """Return when there is room for a copy whose folder is there, so that scans count it.
 
         Raises:
-            _UnservedError: All that could make room is in use.
+            UnservedError: All that could make room is in use.
         """
         ledger = self._ledger()
         with ledger.lock:
@@ -231,7 +228,7 @@ class FileCache:
                 self._scan(ledger)
                 if self._missing(ledger, copy) > 0:
                     ledger.full_until = time.monotonic() + _FULL_S
-                    raise _UnservedError(self._fullness())
+                    raise UnservedError(self._fullness())
 
     def _scan(self, ledger: _Ledger) -> None:
         ledger.total = sum(size for _, size in list_entries(self._files))
@@ -338,9 +335,7 @@ class Epoch:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def fetch(self, storage: Storage, name: str, status: Entry | None = None) -> Path:
@@ -377,7 +372,7 @@ class Epoch:
                 is_made = self._cache._fetch(copy, source, self._pin())
             except ChangedError:
                 status = None
-            except (_UnservedError, StalledError) as exc:
+            except UnservedError as exc:
                 return Fetched(self._cache._bypass(copy, source, str(exc)), source.num_bytes, is_copied=True)
             else:
                 made = Path(copy.path)
@@ -413,7 +408,3 @@ class _Ledger:
 
 class UncachedError(VolumeError):
     """A file that has no path of its own cannot be kept in the cache."""
-
-
-class _UnservedError(Exception):
-    """The cache cannot keep a file; says why."""

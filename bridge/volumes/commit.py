@@ -31,13 +31,13 @@ from typing import Any
 from bridge.errors import VolumeError
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.lease import GRACE_S, Lease, count_holders, drop_stale_leases, has_leases, storage_time_ns
-from bridge.volumes.storage import Storage, is_transient, wait_for_files
+from bridge.volumes.storage import Storage, is_transient, join, translated, wait_for_files
 
+MARKERS = tuple(f"_bridge.{number}.json" for number in range(4))
 WITHDRAWN = "_withdrawn"  # a file that says so
 
 _LABEL = re.compile(r"[a-z0-9]{1,32}")
 _NAME = re.compile(rf"(?P<generation>\d{{13,}})-(?P<label>{_LABEL.pattern})-(?P<id>[0-9a-f]{{12}})")
-_MARKERS = tuple(f"_bridge.{number}.json" for number in range(4))
 _WITHDRAWN_S = 30.0
 
 # How long a folder must have been gone that a server wrote, which was told to stop: Spark's tasks end when they notice,
@@ -102,8 +102,8 @@ class Marker:
         except (ValueError, KeyError, TypeError):
             return None
 
-    def missing(self, storage: Storage, folder: str) -> str | None:
-        """Return a file that is not there in full size, None where all are.
+    def missing(self, storage: Storage, folder: str) -> list[str]:
+        """Return the files that are not there in full size.
 
         Raises:
             OSError: A file cannot be looked at.
@@ -111,18 +111,13 @@ class Marker:
 
         def is_there(name: str) -> bool:
             try:
-                return storage.status(_within(folder, name)).num_bytes == self.sizes[name]
+                return storage.status(join(folder, name)).num_bytes == self.sizes[name]
             except FileNotFoundError:
                 return False
 
         with ThreadPoolExecutor(min(32, len(self.sizes) + 1)) as threads:
             found = threads.map(is_there, self.sizes)
-            return next((name for name, there in zip(self.sizes, found, strict=True) if not there), None)
-
-
-def is_abandoned(attempt: Attempt, *, is_leased: bool, now_ns: int, grace_s: float) -> bool:
-    """Return whether nobody works on an attempt any more: where it has no marker either, it may be collected."""
-    return not is_leased and now_ns - attempt.generation * 1_000_000 >= grace_s * 1e9
+            return [name for name, there in zip(self.sizes, found, strict=True) if not there]
 
 
 class OpenAttempt:
@@ -153,10 +148,10 @@ class OpenAttempt:
             VolumeError: A file is not there in full size, the marker cannot be written or does not read back, or this
                 process stood still for so long that the attempt may have been collected.
         """
-        with _translated(f"{self.storage}/{self.name} cannot be completed"):
+        with translated(f"{self.storage}/{self.name} cannot be completed"):
             if not sizes:
                 self.storage.make_folder(self.name)
-            files = {_within(self.name, name): size for name, size in sizes.items()}
+            files = {join(self.name, name): size for name, size in sizes.items()}
             wait_for_files(self.storage, files, timeout_s=timeout_s)
             self._lease.check()
             self._write_marker(Marker(dict(body), dict(sizes)).encode(), timeout_s)
@@ -166,8 +161,8 @@ class OpenAttempt:
     def _write_marker(self, data: bytes, timeout_s: float) -> None:
         """Write a marker; one that fails is tried again under a new name, since its own may hold a part for good."""
         problem = ""
-        for marker in _MARKERS:
-            name = _within(self.name, marker)
+        for marker in MARKERS:
+            name = join(self.name, marker)
             try:
                 # an iterator: the storage shall not try again under this name
                 self.storage.write(name, iter([data]))
@@ -181,7 +176,7 @@ class OpenAttempt:
                 problem = exc.strerror or str(exc)
                 time.sleep(0.1)
         raise VolumeError(
-            f"no marker could be written to {self.storage}/{self.name} in {len(_MARKERS)} tries: {problem}."
+            f"no marker could be written to {self.storage}/{self.name} in {len(MARKERS)} tries: {problem}."
         )
 
     def _abandon(self) -> None:
@@ -259,7 +254,7 @@ def attempts(storage: Storage) -> list[Attempt]:
     Raises:
         VolumeError: The storage cannot be listed.
     """
-    with _translated(f"{storage} cannot be listed"):
+    with translated(f"{storage} cannot be listed"):
         try:
             found = [Attempt.parse(entry.name) for entry in storage.list() if entry.is_folder and not entry.is_link]
         except (FileNotFoundError, NotADirectoryError):
@@ -280,14 +275,9 @@ def complete_attempts(storage: Storage, label: str | None = None) -> Iterator[tu
                 yield attempt, marker
 
 
-def is_marker(name: str) -> bool:
-    """Return whether a file of this name makes its folder complete."""
-    return name in _MARKERS
-
-
 def marker_names(folder: str = "") -> list[str]:
     """Return all names that a marker of a folder may have. They are asked for by name: listings may lag."""
-    return [_within(folder, name) for name in _MARKERS]
+    return [join(folder, name) for name in MARKERS]
 
 
 def read_marker(storage: Storage, folder: str = "") -> Marker | None:
@@ -296,12 +286,16 @@ def read_marker(storage: Storage, folder: str = "") -> Marker | None:
     Raises:
         VolumeError: A marker is there and cannot be read.
     """
-    with _translated(f"the marker of {storage}/{folder} cannot be read"):
-        for name in marker_names(folder):
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                if (marker := Marker.decode(storage.read(name))) is not None:
-                    return marker
-    return None
+    with translated(f"the marker of {storage}/{folder} cannot be read"):
+        return next((marker for _, marker in read_markers(storage, folder)), None)
+
+
+def read_markers(storage: Storage, folder: str) -> Iterator[tuple[str, Marker]]:
+    """Yield the names of the markers of a folder that are whole, and what they say."""
+    for name in marker_names(folder):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            if (marker := Marker.decode(storage.read(name))) is not None:
+                yield name, marker
 
 
 def _read_when_seen(storage: Storage, name: str, timeout_s: float) -> bytes:
@@ -323,17 +317,17 @@ def withdraw_attempt(storage: Storage, attempt: Attempt) -> None:
     Raises:
         VolumeError: It could not be withdrawn, and may still be complete.
     """
-    with _translated(f"{storage}/{attempt.name} cannot be withdrawn, and may still be complete"):
+    with translated(f"{storage}/{attempt.name} cannot be withdrawn, and may still be complete"):
         # another deleter was here, or has been through
         with contextlib.suppress(FileExistsError, FileNotFoundError):
-            storage.write(_within(attempt.name, WITHDRAWN), [b""])
+            storage.write(join(attempt.name, WITHDRAWN), [b""])
         _delete_markers(storage, attempt.name)
 
 
 def _is_just_withdrawn(storage: Storage, attempt: Attempt, now_ns: int, grace_s: float) -> bool:
-    with _translated(f"{storage}/{attempt.name} cannot be looked at"):
+    with translated(f"{storage}/{attempt.name} cannot be looked at"):
         try:
-            withdrawn_ns = storage.status(_within(attempt.name, WITHDRAWN)).mtime_ns
+            withdrawn_ns = storage.status(join(attempt.name, WITHDRAWN)).mtime_ns
         except FileNotFoundError:
             return False
     return withdrawn_ns is not None and now_ns - withdrawn_ns < grace_s * 1e9
@@ -346,11 +340,11 @@ def delete_attempt(storage: Storage, attempt: Attempt) -> None:
         VolumeError: Something of it could not be deleted. It is not complete any more unless the message says so.
     """
     folder = f"{storage}/{attempt.name}"
-    with _translated(f"{folder} cannot be deleted, and may still be complete"):
+    with translated(f"{folder} cannot be deleted, and may still be complete"):
         _delete_markers(storage, attempt.name)
-    with _translated(f"{folder} is not complete any more, but not all of it could be deleted"):
+    with translated(f"{folder} is not complete any more, but not all of it could be deleted"):
         try:
-            storage.delete(_within(attempt.name, WITHDRAWN))  # by its name: a listing may not show it yet
+            storage.delete(join(attempt.name, WITHDRAWN))  # by its name: a listing may not show it yet
             _delete_tree(storage, attempt.name)
         finally:
             _delete_markers(storage, attempt.name)  # what a copy into the same folder wrote meanwhile
@@ -390,15 +384,16 @@ def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attem
         return []
     collected: list[Attempt] = []
     problems: list[VolumeError] = []
-    with _translated(f"the leases of {storage} cannot be read"):
+    with translated(f"the leases of {storage} cannot be read"):
         now_ns = storage_time_ns(storage)
         leased = count_holders(storage, now_ns=now_ns, grace_s=grace_s)
     for attempt in found:
         try:
-            is_leased = attempt.attempt_id in leased
+            is_young = now_ns - attempt.generation * 1_000_000 < grace_s * 1e9
             # the marker is read last: whoever is leased or young costs nothing
             if (
-                is_abandoned(attempt, is_leased=is_leased, now_ns=now_ns, grace_s=grace_s)
+                not is_young
+                and attempt.attempt_id not in leased
                 and read_marker(storage, attempt.name) is None
                 and not _is_just_withdrawn(storage, attempt, now_ns, grace_s)
             ):
@@ -406,22 +401,8 @@ def collect_garbage(storage: Storage, *, grace_s: float = GRACE_S) -> list[Attem
                 collected.append(attempt)
         except VolumeError as exc:
             problems.append(exc)
-    with _translated(f"the leases of {storage} cannot be deleted"):
+    with translated(f"the leases of {storage} cannot be deleted"):
         drop_stale_leases(storage, now_ns=now_ns, grace_s=grace_s)
     if problems:
         raise problems[0]
     return collected
-
-
-@contextlib.contextmanager
-def _translated(problem: str) -> Iterator[None]:
-    try:
-        yield
-    except VolumeError:
-        raise
-    except OSError as exc:
-        raise VolumeError(f"{problem}: {exc.strerror or exc}.") from exc
-
-
-def _within(folder: str, name: str) -> str:
-    return f"{folder}/{name}" if folder else name

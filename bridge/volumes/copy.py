@@ -14,16 +14,16 @@ from functools import partial
 from typing import Any
 
 from bridge.config import load_settings
-from bridge.display import format_bytes, format_count, format_seconds
+from bridge.display import format_bytes, format_count, format_seconds, printable
 from bridge.errors import CopyError, VolumeError
 from bridge.progress import progress_bar
-from bridge.volumes.commit import Marker, is_marker, marker_names
+from bridge.volumes.commit import MARKERS, Marker, read_markers
 from bridge.volumes.crew import Crew, Task
 from bridge.volumes.lease import is_lease
-from bridge.volumes.source import FolderSource, Found, StorageSource, join, open_source, reason_of
-from bridge.volumes.storage import Entry, Storage, is_transient, with_retries
+from bridge.volumes.source import FolderSource, Found, StorageSource, open_source
+from bridge.volumes.storage import Entry, Storage, is_full, is_transient, join, reason_of, with_retries
 from bridge.volumes.stores import open_storage
-from bridge.volumes.target import FolderTarget, StorageTarget, is_copied, is_full, is_temporary
+from bridge.volumes.target import FolderTarget, StorageTarget, is_copied, is_temporary
 
 _MOST_THREADS = 128
 _MOST_FAR_THREADS = 32  # a client of an object store keeps large buffers for each file
@@ -57,9 +57,9 @@ class CopyReport:
         ]
         for what, pairs in (("left out", self.notes), ("failed", self.failures)):
             lines += [f"{format_count(len(pairs))} {what}:"] if pairs else []
-            lines += [f"  {_printable(path)}: {_printable(reason)}" for path, reason in pairs[:_SHOWN]]
+            lines += [f"  {printable(path)}: {printable(reason)}" for path, reason in pairs[:_SHOWN]]
             lines += [f"  and {format_count(len(pairs) - _SHOWN)} more"] if len(pairs) > _SHOWN else []
-        lines += [f"  {_printable(self.stopped)}"] if self.stopped else []
+        lines += [f"  {printable(self.stopped)}"] if self.stopped else []
         if self.failures:
             lines.append("  Mend that and run it again: what is there is skipped.")
         return "\n".join(lines)
@@ -102,30 +102,28 @@ def copy_tree(
     if num_threads is not None and num_threads < 1:
         raise ValueError(f"num_threads is {num_threads}; give 1 or more.")
     began = time.monotonic()
-    settings = load_settings()
-    open_place = partial(open_storage, volume_root=settings.volume_root)
     source, target = os.fspath(source), os.fspath(target)
-    origin, goal = open_place(source), open_place(target)
+    origin, goal = open_storage(source), open_storage(target)
     try:
         is_folder = with_retries(lambda: origin.status("")).is_folder
     except FileNotFoundError as exc:
-        raise FileNotFoundError(f"there is nothing at {_printable(source)}.") from exc
+        raise FileNotFoundError(f"there is nothing at {printable(source)}.") from exc
     except OSError as exc:
-        raise VolumeError(f"{_printable(source)} cannot be read: {reason_of(exc)}.") from exc
+        raise VolumeError(f"{printable(source)} cannot be read: {reason_of(exc)}.") from exc
     name = new_name = ""
     if not is_folder:
         folder, name = _split(source)
         into_folder = target.endswith("/") or _is_folder(goal)
         new_folder, new_name = (target, name) if into_folder else _split(target)
-        _refuse_overlap(origin, open_place(join(new_folder, new_name)), is_folder=False)
-        origin, goal = open_place(folder), open_place(new_folder)
+        _refuse_overlap(origin, open_storage(join(new_folder, new_name)), is_folder=False)
+        origin, goal = open_storage(folder), open_storage(new_folder)
     else:
         _refuse_overlap(origin, goal, is_folder=True)
     is_new = not _is_folder(goal)
     is_far = origin.folder is None or goal.folder is None
     with (
         Crew(num_threads or (_MOST_FAR_THREADS if is_far else _MOST_THREADS)) as crew,
-        progress_bar("copying", total=None, unit="B", enabled=settings.progress) as bar,
+        progress_bar("copying", total=None, unit="B", enabled=load_settings().progress) as bar,
     ):
         copy = _Copy(open_source(origin), _open_target(goal), goal, crew)
         first = copy.find_folder if is_folder else partial(copy.find_file, new_name)
@@ -142,7 +140,7 @@ def copy_tree(
         copy.stopped,
     )
     if report.failures:
-        raise CopyError(f"{_printable(source)} was not copied whole.\n{report}", report)
+        raise CopyError(f"{printable(source)} was not copied whole.\n{report}", report)
     return report
 
 
@@ -195,19 +193,17 @@ class _Copy:
             self._fail(name, exc)
 
     def phases(self) -> Iterator[None]:
-        """Yield when tasks are there to be done: all but the markers, then those of the deepest folders, and so on."""
+        """Yield when tasks are there to be done: all but the markers, then those of folders without a failure."""
         yield
-        depths = sorted({found.name.count("/") for found in self._markers}, reverse=True)
-        if depths:
+        if self._markers:
             self._target.sync()
-        for depth in depths:
-            broken = {above for name, _ in self.failures for above in _upwards(name)}
-            for found in self._markers:
-                if found.name.count("/") == depth and found.name.rpartition("/")[0] in broken:
-                    self._fail(found.name, VolumeError("not copied: some of what it makes complete was not"))
-                elif found.name.count("/") == depth:
-                    self._crew.add([partial(self._copy_marker, found)])
-            yield
+        broken = {above for name, _ in self.failures for above in _upwards(name)}
+        for found in self._markers:
+            if found.name.rpartition("/")[0] in broken:
+                self._fail(found.name, VolumeError("not copied: some of what it makes complete was not"))
+            else:
+                self._crew.add([partial(self._copy_marker, found)])
+        yield
 
     def _there(self, folder: str) -> dict[str, Entry] | None:
         """Return what the target holds in a folder, by last name; None where it is not there."""
@@ -234,7 +230,7 @@ class _Copy:
                     self._fail(found.name, VolumeError(found.problem))
                 elif found.is_folder:
                     folders.append(partial(self.find_folder, found.name, is_new=is_new))
-                elif is_marker(last) and not new_name:
+                elif last in MARKERS and not new_name:
                     self._markers.append(found)
                 elif not (is_lease(found.name) or is_temporary(last)):
                     files.append(partial(self._copy_file, found, there.get(last), new_name or found.name, is_new))
@@ -285,58 +281,37 @@ class _Copy:
         """Delete the target's markers that list a file before it is replaced. They are copied again at the end."""
         for folder in itertools.islice(_upwards(name), 1, None):
             if folder not in self._covers:
-                self._covers.setdefault(folder, self._read_markers(folder))
+                found = read_markers(self._goal, folder)  # not by a listing, which may lag
+                self._covers.setdefault(folder, {marker_name: marker.sizes for marker_name, marker in found})
             covers = self._covers[folder]
             for marker_name, sizes in covers.copy().items():
                 if name.removeprefix(f"{folder}/") in sizes:
                     self._goal.delete(marker_name)
                     covers.pop(marker_name, None)
 
-    def _read_markers(self, folder: str) -> dict[str, dict[str, int]]:
-        """Return what each marker of the target's folder lists, by the marker's name."""
-        found = {}
-        for name in marker_names(folder):  # not by a listing, which may lag
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
-                if marker := Marker.decode(self._goal.read(name)):
-                    found[name] = marker.sizes
-        return found
-
     def _copy_marker(self, found: Found) -> None:
         """Copy what makes its folder complete if all that it lists is there, and take it back if it then is no more."""
         folder = found.name.rpartition("/")[0]
         try:
             with self._source.open(found) as reader:
-                marker = Marker.decode(b"".join(reader.blocks()))
-            sizes = marker.sizes if marker else {}
-            lacking = self._lacking(folder, sizes)
-            # what came while its folder was listed; exports hold no folders
-            self._crew.share((name for name in lacking if "/" not in name), lambda name: self._copy_late(folder, name))
-            lacking = self._lacking(folder, lacking)
-            if not lacking:
+                marker = Marker.decode(b"".join(reader.blocks())) or Marker({}, {})
+            if missing := marker.missing(self._goal, folder):
+                self._crew.share(iter(missing), partial(self._copy_late, folder))
+                missing = marker.missing(self._goal, folder)
+            if not missing:
                 self._copy_file(found, None, found.name)
-                lacking = self._lacking(folder, sizes)
-            if lacking:
+                missing = marker.missing(self._goal, folder)
+            if missing:
                 self._goal.delete(found.name)
-                raise VolumeError(f"not copied: it lists {min(lacking)}, which is not there in full")
+                raise VolumeError(f"not copied: it lists {missing[0]}, which is not there in full")
         except OSError as exc:
             self._fail(found.name, exc)
 
-    def _lacking(self, folder: str, sizes: dict[str, int]) -> dict[str, int]:
-        """Return those of a folder's files that are not there in full size."""
-        lacking = {}
-
-        def look(name: str) -> None:
-            there = self._look(join(folder, name))
-            if there is None or there.num_bytes != sizes[name]:
-                lacking[name] = sizes[name]
-
-        self._crew.share(iter(sizes), look)
-        return lacking
-
     def _copy_late(self, folder: str, name: str) -> None:
+        """Copy a file that came while its folder was listed."""
         with contextlib.suppress(FileNotFoundError):
             found = self._source.find(join(folder, name))
-            if not (found.is_folder or found.problem):
+            if not (found.is_folder or found.problem or "/" in name):  # exports hold no folders
                 self._copy_file(found, None, found.name)
 
     def _fail(self, name: str, exc: OSError) -> None:
@@ -375,7 +350,7 @@ def _open_target(goal: Storage) -> FolderTarget | StorageTarget:
         return target if target is not None and target.probe() else StorageTarget(goal)
     except OSError as exc:
         raise VolumeError(
-            f"{_printable(str(goal))} cannot be written: {reason_of(exc)}.\n"
+            f"{printable(str(goal))} cannot be written: {reason_of(exc)}.\n"
             "  Give a folder or volume you may write (WRITE VOLUME)."
         ) from exc
 
@@ -392,7 +367,7 @@ def _refuse_overlap(origin: Storage, goal: Storage, *, is_folder: bool) -> None:
     is_same = here[0] == there[0]
     if is_same or (is_folder and (here[0] in there or there[0] in here)):
         raise VolumeError(
-            f"{_printable(str(goal))} cannot take {_printable(str(origin))}: "
+            f"{printable(str(goal))} cannot take {printable(str(origin))}: "
             f"{'they are the same' if is_same else 'one of them lies in the other'}.\n"
             "  What the source holds goes into the target: give a folder outside of the source, and not around it."
         )
@@ -426,8 +401,3 @@ def _upwards(name: str) -> Iterator[str]:
         yield name
         name = name.rpartition("/")[0]
     yield ""
-
-
-def _printable(text: str) -> str:
-    # a name may hold line breaks, terminal codes and bytes that are no text
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

@@ -62,11 +62,6 @@ class Crew:
         self._failure: BaseException | None = None
 
     def __enter__(self) -> Self:
-        try:
-            self._start(1)  # on a disk the processor is the limit, and a second thread costs more than it gives
-        except BaseException:
-            self.stop()
-            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -136,6 +131,8 @@ class Crew:
         Raises:
             BaseException: What a task raised.
         """
+        # on a disk the processor is the limit, and a second thread costs more than it gives
+        self._start(0 if self._threads else 1)
         began, spent, is_done = time.perf_counter(), self._cpu_seconds(), False
         while not is_done:
             with self._changed:
@@ -165,11 +162,9 @@ class Crew:
             self._changed.notify_all()
 
     def _start(self, count: int) -> None:
-        # A start waits until the thread runs, which takes long beside others that work: all begin when all are there.
-        gate = threading.Event()
         try:
             for _ in range(count):
-                thread = threading.Thread(target=self._work, args=[gate], name="bridge-copy")
+                thread = threading.Thread(target=self._work, name="bridge-copy")
                 thread.start()
                 self._threads.append(thread)
         except RuntimeError as exc:
@@ -178,11 +173,8 @@ class Crew:
                 raise VolumeError(
                     f"no thread can be started ({exc}).\n  End other work here, or raise the limit of processes."
                 ) from exc
-        finally:
-            gate.set()
 
-    def _work(self, gate: threading.Event) -> None:
-        gate.wait()
+    def _work(self) -> None:
         if hasattr(time, "pthread_getcpuclockid"):  # without it all threads seem to wait, and more are started
             self._clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
         task = self._take(0)

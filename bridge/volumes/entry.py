@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import json
 import os
 import re
@@ -46,8 +45,8 @@ def is_cache(folder: Path) -> bool:
 def make_cache(folder: Path) -> None:
     """Make a folder where it is missing, and tag it, so that backup tools leave it out."""
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError), open(f"{folder}/{_TAG_NAME}", "xb", buffering=0) as file:
-        write(file, _TAG)
+    with contextlib.suppress(FileExistsError), open(f"{folder}/{_TAG_NAME}", "xb") as file:
+        file.write(_TAG)
 
 
 def list_entries(files: str) -> Iterator[tuple[str, int]]:
@@ -102,8 +101,7 @@ class Source:
                 if file.num_bytes != self.num_bytes or self.mtime_ns not in (None, file.mtime_ns):
                     raise ChangedError
                 yield from file.blocks()
-            if self.find(self.storage, self.name) != self:
-                raise ChangedError
+                file.check()
         except (FileNotFoundError, IsADirectoryError) as exc:
             raise ChangedError from exc
 
@@ -154,15 +152,5 @@ def empty(folder: str) -> None:
 
 def read(path: str) -> bytes:
     """Return what a small file holds."""
-    file = os.open(path, os.O_RDONLY)
-    try:
-        return os.read(file, 1 << 16)
-    finally:
-        os.close(file)
-
-
-def write(file: io.FileIO, data: bytes | memoryview) -> None:
-    """Write all of `data`."""
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]
+    with open(path, "rb", buffering=0) as file:
+        return file.read()

@@ -11,15 +11,19 @@ Where a reader came in between, the files stay, and are garbage when its lease h
 from __future__ import annotations
 
 import threading
+import time
 import weakref
+from collections.abc import Callable, Iterable
 
 from bridge.errors import VolumeError
-from bridge.volumes.commit import Attempt, marker_names
-from bridge.volumes.lease import Lease
-from bridge.volumes.storage import Storage
+from bridge.volumes.commit import Attempt, delete_attempt, marker_names, withdraw_attempt
+from bridge.volumes.lease import Lease, count_holders, storage_time_ns
+from bridge.volumes.storage import Storage, translated
 
 _BEAT_S = 600.0
 _LAST_S = 10.0
+# How long listings may lack a lease that is there, and names may outlive a marker that is gone.
+_LAG_S = 5.0
 
 
 class Hold:
@@ -89,3 +93,52 @@ def _let_go(lease: Lease) -> None:
     # Elsewhere a finaliser interrupts somebody, and must not wait for a volume.
     if not threading.main_thread().is_alive():
         lease.end(timeout_s=_LAST_S)
+
+
+def delete_unheld(
+    storage: Storage, doomed: Iterable[Attempt], *, at_once: bool = False
+) -> tuple[dict[Attempt, str], dict[Attempt, str]]:
+    """Delete complete attempts, but for what is held; return who holds the files that stay, and what failed.
+
+    Args:
+        at_once: Withdraws what is held too, and does not wait for listings: a reader that opens one at this moment
+            fails with an error that names it.
+    """
+    left = list(doomed)
+    held: dict[Attempt, str] = {}
+    failed: dict[Attempt, str] = {}
+
+    def look(told: str = "") -> None:
+        holders = count_holders(storage, now_ns=storage_time_ns(storage)) if left else {}
+        held.update({one: told + in_use(holders[one.attempt_id]) for one in left if one.attempt_id in holders})
+        left[:] = [one for one in left if one not in held]
+
+    def each(act: Callable[[Storage, Attempt], None], some: Iterable[Attempt]) -> None:
+        for one in list(some):
+            try:
+                act(storage, one)
+            except VolumeError as exc:
+                failed[one] = str(exc)
+        left[:] = [one for one in left if one not in failed]
+
+    try:
+        with translated(f"the leases of {storage} cannot be read"):
+            look()
+            each(withdraw_attempt, held if at_once else left)
+            if left and not at_once:
+                _wait_for_listings()
+                look("opened at the last moment, its files go later: ")
+    except VolumeError as exc:
+        failed.update(dict.fromkeys(left, str(exc)))
+    else:
+        each(delete_attempt, left)
+    return held, failed
+
+
+def in_use(num_holders: int) -> str:
+    """Say how many hold an attempt."""
+    return f"in use by {num_holders} holder{'' if num_holders == 1 else 's'}"
+
+
+def _wait_for_listings() -> None:
+    time.sleep(_LAG_S)

@@ -13,11 +13,10 @@ import re
 import secrets
 import threading
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 from bridge.errors import VolumeError
-from bridge.volumes.storage import Entry, Storage, wait_for_files
+from bridge.volumes.storage import Entry, Storage, translated, wait_for_files
 
 GRACE_S = 3600.0
 
@@ -25,6 +24,7 @@ _FOLDER = "_leases"
 _BEAT = re.compile(r"(?P<id>[0-9a-f]{12})\.(?P<holder>[0-9a-f]{12})\.\d{1,9}")
 _CLOCK = re.compile(r"clock\.[0-9a-f]{12}")
 BEAT_S = 20.0
+_LAPSE_S = GRACE_S / 2  # after so long without a beat, a holder no longer counts on what it held
 _KEPT = 2
 
 
@@ -37,13 +37,10 @@ def is_lease(path: str) -> bool:
 class Lease:
     """A lease on one attempt: from `start` on it is renewed in the background, until `end`."""
 
-    def __init__(
-        self, storage: Storage, attempt_id: str, *, beat_s: float | None = None, lapse_s: float | None = None
-    ) -> None:
+    def __init__(self, storage: Storage, attempt_id: str, *, beat_s: float | None = None) -> None:
         self._storage = storage
         self._stem = f"{_FOLDER}/{attempt_id}.{secrets.token_hex(6)}"
         self._beat_s = BEAT_S if beat_s is None else beat_s
-        self._lapse_s = GRACE_S / 2 if lapse_s is None else lapse_s
         self._count = 0
         self._renewed = 0.0
         self._ending: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -77,7 +74,7 @@ class Lease:
             VolumeError: It did.
         """
         idle_s = _uptime() - self._renewed
-        if idle_s > self._lapse_s:
+        if idle_s > _LAPSE_S:
             raise VolumeError(
                 f"the lease {self._storage}/{self._stem} was not renewed for {idle_s:,.0f} s: this process stood "
                 "still, or the volume could not be written.\n"
@@ -113,44 +110,34 @@ class Lease:
     def _beat(self) -> None:
         self._count += 1
         self._storage.write(f"{self._stem}.{self._count}", [b""])
-        lapsed = self._renewed and _uptime() - self._renewed > self._lapse_s
+        lapsed = self._renewed and _uptime() - self._renewed > _LAPSE_S
         # a lease that lapsed once stays so
         self._renewed = self._renewed if lapsed else _uptime()
         if self._count > _KEPT:
             self._storage.delete(f"{self._stem}.{self._count - _KEPT}")
 
 
-def count_holders(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> dict[str, int]:
-    """Return how many holders have a beat younger than `grace_s`, by the id of the attempt; 0 is left out.
+def last_beats_s(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> dict[str, list[float]]:
+    """Return how long ago each holder of an attempt wrote its youngest beat, by the id of the attempt.
 
     Args:
         now_ns: The storage's time, as by `storage_time_ns`.
+        grace_s: After so long without a beat one holds nothing any more.
 
     Raises:
         OSError: The leases cannot be read.
     """
-    held = {
-        (match["id"], match["holder"])
-        for name, age_s in _ages_s(storage, now_ns).items()
-        if age_s < grace_s and (match := _BEAT.fullmatch(name))
-    }
-    return Counter(attempt_id for attempt_id, _ in held)
-
-
-def last_beats_s(storage: Storage, *, now_ns: int) -> dict[str, float]:
-    """Return how long ago the youngest beat was written, by the id of the attempt.
-
-    Args:
-        now_ns: The storage's time, as by `storage_time_ns`.
-
-    Raises:
-        OSError: The leases cannot be read.
-    """
-    youngest: dict[str, float] = {}
+    youngest: dict[str, dict[str, float]] = {}
     for name, age_s in _ages_s(storage, now_ns).items():
-        if match := _BEAT.fullmatch(name):
-            youngest[match["id"]] = min(age_s, youngest.get(match["id"], age_s))
-    return youngest
+        if age_s < grace_s and (match := _BEAT.fullmatch(name)):
+            holders = youngest.setdefault(match["id"], {})
+            holders[match["holder"]] = min(age_s, holders.get(match["holder"], age_s))
+    return {attempt_id: list(holders.values()) for attempt_id, holders in youngest.items()}
+
+
+def count_holders(storage: Storage, *, now_ns: int, grace_s: float = GRACE_S) -> dict[str, int]:
+    """Return how many hold an attempt, by its id, as `last_beats_s` does; 0 is left out."""
+    return {attempt_id: len(ages) for attempt_id, ages in last_beats_s(storage, now_ns=now_ns, grace_s=grace_s).items()}
 
 
 def has_leases(storage: Storage) -> bool:
@@ -179,17 +166,13 @@ def storage_time_ns(storage: Storage) -> int:
         VolumeError: The storage cannot be written.
     """
     name = f"{_FOLDER}/clock.{secrets.token_hex(6)}"
-    try:
+    with translated(f"{storage} cannot be written"):
         storage.make_folder(_FOLDER)
         storage.write(name, [b""])
         try:
             return _time_of_new(storage, name)
         finally:
             storage.delete(name)
-    except VolumeError:
-        raise
-    except OSError as exc:
-        raise VolumeError(f"{storage} cannot be written: {exc.strerror or exc}.") from exc
 
 
 def _ages_s(storage: Storage, now_ns: int) -> dict[str, float]:
@@ -201,7 +184,8 @@ def _ages_s(storage: Storage, now_ns: int) -> dict[str, float]:
 
     def age_s(entry: Entry) -> float:
         try:
-            return (now_ns - (entry.mtime_ns or _time_of(storage, f"{_FOLDER}/{entry.name}"))) / 1e9
+            seen = entry if entry.mtime_ns else storage.status(f"{_FOLDER}/{entry.name}")
+            return (now_ns - _time_of(seen)) / 1e9
         except FileNotFoundError:
             return 0.0  # renewed meanwhile: whoever does that is alive
 
@@ -211,14 +195,12 @@ def _ages_s(storage: Storage, now_ns: int) -> dict[str, float]:
         return dict(zip((entry.name for entry in ours), threads.map(age_s, ours), strict=True))
 
 
-def _time_of(storage: Storage, name: str) -> int:
-    mtime_ns = storage.status(name).mtime_ns
-    return time.time_ns() if mtime_ns is None else mtime_ns
+def _time_of(entry: Entry) -> int:
+    return time.time_ns() if entry.mtime_ns is None else entry.mtime_ns
 
 
 def _time_of_new(storage: Storage, name: str) -> int:
-    wait_for_files(storage, {name: 0})
-    return _time_of(storage, name)
+    return _time_of(wait_for_files(storage, {name: 0})[0])
 
 
 def _uptime() -> float:

@@ -23,8 +23,8 @@ _STALLED_S = 60.0  # how long the owner of a lock may stand still
 _TRIES = 100  # to lock what others delete and make anew in between
 
 
-class StalledError(Exception):
-    """The owner of a lock does nothing; says who."""
+class UnservedError(Exception):
+    """The cache cannot serve a file; says why."""
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def hold_folder(folder: str, how: int, *, grows: str | None = None, make: bool =
     Raises:
         FileNotFoundError: There is no such folder, or none to make it in.
         BlockingIOError: Somebody else holds the lock.
-        StalledError: Somebody else holds the lock, and does nothing.
+        UnservedError: Somebody else holds the lock, and does nothing.
     """
     for _ in range(_TRIES):
         if make:
@@ -182,7 +182,7 @@ def _wait_for_lock(file: int, how: int, grows: str | None) -> None:
         if size != seen:
             seen, deadline = size, time.monotonic() + _STALLED_S
         elif time.monotonic() > deadline:
-            raise StalledError(f"another process that copies {os.path.basename(grows)} stands still")
+            raise UnservedError(f"another process that copies {os.path.basename(grows)} stands still")
         time.sleep(delay)
         delay = min(2 * delay, _LONGEST_POLL_S)
 

@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
 from bridge.errors import VolumeError
-from bridge.volumes.storage import Entry, Storage, is_transient, with_retries
+from bridge.volumes.storage import Entry, Storage, is_transient, join, reason_of, with_retries
 
 T = TypeVar("T")
 
 _BLOCK = 1 << 20
 _FAR_BLOCK = 8 << 20  # what one request to an object store brings
-_BATCH = 64
 # O_NONBLOCK: a pipe that took the place of a file would be waited for
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 _SPECIAL = {stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
@@ -99,27 +98,12 @@ class FolderSource:
         self._root = str(folder)
 
     def list(self, name: str) -> Iterator[Found]:
-        """Yield what a folder holds while it is listed. A listing that breaks off is begun again."""
-        seen: set[str] = set()
-        scan: Iterator[os.DirEntry[str]] | None = None
-
-        def advance() -> list[os.DirEntry[str]]:
-            nonlocal scan
-            scan = scan or os.scandir(f"{self._root}/{name}")
-            try:
-                return list(itertools.islice(scan, _BATCH))
-            except OSError:
-                scan = None
-                raise
-
-        while entries := _settle(advance):
-            for entry in entries:
-                if entry.name not in seen:
-                    seen.add(entry.name)
-                    is_folder = entry.is_dir(follow_symlinks=False)
-                    is_plain = is_folder or entry.is_file(follow_symlinks=False)
-                    path = f"{name}/{entry.name}" if name else entry.name
-                    yield Found(path, is_folder) if is_plain else self.find(path)
+        """Yield what a folder holds. A listing that breaks off is begun again."""
+        for entry in _settle(lambda: list(os.scandir(f"{self._root}/{name}"))):
+            is_folder = entry.is_dir(follow_symlinks=False)
+            is_plain = is_folder or entry.is_file(follow_symlinks=False)
+            path = join(name, entry.name)
+            yield Found(path, is_folder) if is_plain else self.find(path)
 
     def find(self, name: str) -> Found:
         """Return what is at `name`."""
@@ -220,19 +204,9 @@ def open_source(storage: Storage) -> FolderSource | StorageSource:
     return StorageSource(storage) if storage.folder is None else FolderSource(storage.folder)
 
 
-def join(folder: str, name: str) -> str:
-    """Return the name of what is in a folder; "" is the root."""
-    return f"{folder}{'' if folder.endswith('/') else '/'}{name}" if folder else name
-
-
 def is_within(path: str, folder: str) -> bool:
     """Return whether `path` is `folder` or lies in it, by their names."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
-
-
-def reason_of(exc: OSError) -> str:
-    """Return why something could not be copied."""
-    return exc.strerror or str(exc)
 
 
 def _settle(call: Callable[[], T]) -> T:

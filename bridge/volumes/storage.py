@@ -6,6 +6,7 @@ the root of the storage, with `/` between their parts; "" is the root.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import threading
 import time
@@ -70,9 +71,35 @@ class Storage(Protocol):
         """Delete an empty folder; nothing where it is gone, or where folders do not exist."""
 
 
+def join(folder: str, name: str) -> str:
+    """Return the name of what is in a folder; "" is the root."""
+    return f"{folder}{'' if folder.endswith('/') else '/'}{name}" if folder else name
+
+
 def is_transient(exc: OSError) -> bool:
     """Return whether the same call may succeed a moment later."""
     return exc.errno in _TRANSIENT
+
+
+def is_full(exc: OSError) -> bool:
+    """Return whether there is no room left."""
+    return exc.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def reason_of(exc: BaseException) -> str:
+    """Return in a few words why something failed, without a period."""
+    return getattr(exc, "strerror", None) or str(exc).partition("\n")[0].rstrip(". ") or type(exc).__name__
+
+
+@contextlib.contextmanager
+def translated(problem: str) -> Iterator[None]:
+    """Let what fails in the block be a VolumeError that says `problem` and the reason."""
+    try:
+        yield
+    except VolumeError:
+        raise
+    except OSError as exc:
+        raise VolumeError(f"{problem}: {exc.strerror or exc}.") from exc
 
 
 def with_retries(call: Callable[[], T]) -> T:
@@ -87,8 +114,8 @@ def with_retries(call: Callable[[], T]) -> T:
     return call()
 
 
-def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: float = 30.0) -> None:
-    """Return when every file is there in full size; what was written may show late.
+def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: float = 30.0) -> list[Entry]:
+    """Return the status of every file when it is there in full size; what was written may show late.
 
     Args:
         sizes: Bytes of each file, by name.
@@ -99,31 +126,27 @@ def wait_for_files(storage: Storage, sizes: Mapping[str, int], *, timeout_s: flo
     deadline = time.monotonic() + timeout_s
     given_up = threading.Event()
 
-    def wait(name: str) -> None:
+    def wait(name: str) -> Entry:
         delay = 0.01
-        while not given_up.is_set():
+        while True:
             try:
-                found = storage.status(name).num_bytes
+                found = storage.status(name)
             except FileNotFoundError:
-                found = None
-            if found == sizes[name]:
-                return
-            if time.monotonic() + delay > deadline:
-                seen = "is not there" if found is None else f"holds {found:,} bytes"
+                found = Entry(name, is_folder=False)
+            if found.num_bytes == sizes[name]:
+                return found
+            if time.monotonic() + delay > deadline or given_up.wait(delay):
+                seen = "is not there" if found.num_bytes is None else f"holds {found.num_bytes:,} bytes"
                 raise VolumeError(
                     f"{storage}/{name} {seen} {timeout_s:g} s after {sizes[name]:,} bytes were written.\n"
                     "  Another writer may use the same folder, or the mount loses writes. Write again."
                 )
-            given_up.wait(delay)
             delay = min(2 * delay, 1.0)
 
     if len(sizes) < 2:
-        for name in sizes:
-            wait(name)
-        return
+        return [wait(name) for name in sizes]
     with ThreadPoolExecutor(min(32, len(sizes))) as threads:
         try:
-            for _ in threads.map(wait, sizes):
-                pass
+            return list(threads.map(wait, sizes))
         finally:
             given_up.set()

@@ -13,11 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from bridge.config import load_settings
 from bridge.errors import MissingDependencyError, VolumeError
-from bridge.volumes.path import is_mounted, locate
-from bridge.volumes.storage import Entry, Storage, with_retries
+from bridge.volumes.path import locate
+from bridge.volumes.storage import Entry, Storage, reason_of, with_retries
 
-_BLOCK = 8 << 20
 _SEEN_S = 10.0
 _ADVICE = "  Install what fsspec needs for it: s3fs for s3://, adlfs for abfss://, gcsfs for gs://."
 _NOT_SUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EACCES, errno.EPERM, errno.EBADF}
@@ -36,7 +36,6 @@ class LocalStorage:
 
     @property
     def folder(self) -> Path:
-        """The folder."""
         return self._folder
 
     def path(self, name: str) -> Path:
@@ -59,7 +58,6 @@ class LocalStorage:
         return Entry(path.name, stat.S_ISDIR(found.st_mode), found.st_size, found.st_mtime_ns)
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return a range of a file."""
         return with_retries(lambda: _read(self.path(name), start, stop))
 
     def write(self, name: str, blocks: Iterable[bytes | memoryview]) -> None:
@@ -72,7 +70,6 @@ class LocalStorage:
         _sync_folder(path.parent)
 
     def delete(self, name: str) -> bool:
-        """Delete a file; return whether it was there."""
         try:
             with_retries(self.path(name).unlink)
         except FileNotFoundError:
@@ -80,11 +77,9 @@ class LocalStorage:
         return True
 
     def make_folder(self, name: str = "") -> None:
-        """Make a folder and those above it."""
         with_retries(lambda: self.path(name).mkdir(parents=True, exist_ok=True))
 
     def delete_folder(self, name: str = "") -> None:
-        """Delete an empty folder."""
         with contextlib.suppress(FileNotFoundError):
             with_retries(self.path(name).rmdir)
 
@@ -102,7 +97,6 @@ class FsspecStorage:
 
     @property
     def folder(self) -> None:
-        """No folder that Python opens."""
         return None
 
     def list(self, name: str = "") -> Iterator[Entry]:
@@ -117,14 +111,12 @@ class FsspecStorage:
                 yield _entry(info)
 
     def status(self, name: str) -> Entry:
-        """Return size and time of a file."""
         path = self._path(name)
         with self._translated(name):
             self._filesystem.invalidate_cache(self._filesystem._parent(path))
             return _entry(self._filesystem.info(path))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return a range of a file."""
         if stop is not None and stop <= start:
             return b""
         with self._translated(name):
@@ -154,7 +146,6 @@ class FsspecStorage:
             raise
 
     def delete(self, name: str) -> bool:
-        """Delete a file; return whether it was there."""
         try:
             with self._translated(name):
                 self._filesystem.rm_file(self._path(name))
@@ -187,7 +178,7 @@ class FsspecStorage:
             raise VolumeError(f"{self}/{name} cannot be used: {type(exc).__name__}: {exc}") from exc
 
 
-def open_storage(path: str | os.PathLike[str], *, volume_root: Path | None = None) -> Storage:
+def open_storage(path: str | os.PathLike[str]) -> Storage:
     """Return the storage whose root is `path`; nothing is made.
 
     A volume is, in this order: its mount, where it is there and answers; the folder that is configured to stand for
@@ -198,11 +189,12 @@ def open_storage(path: str | os.PathLike[str], *, volume_root: Path | None = Non
         VolumeError: A mount is there but does not answer or may not be read, and there is no other way to the volume.
         MissingDependencyError: fsspec needs a package for that kind of address.
     """
+    volume_root = load_settings().volume_root
     place = locate(path, volume_root)
     if not place.name.startswith("/Volumes/"):
         return _by_fsspec(place.name) if place.local is None else LocalStorage(place.local)
     broken = _mount_error(place.name)
-    if is_mounted(place.name) and broken is None:
+    if broken is None:
         return LocalStorage(Path(place.name))
     if volume_root is None and _has_workspace() and find_spec("fsspec_databricks"):
         from fsspec_databricks import DatabricksFileSystem
@@ -213,7 +205,7 @@ def open_storage(path: str | os.PathLike[str], *, volume_root: Path | None = Non
             f"{place.name} may not be read: {broken.strerror}.\n"
             "  Ask for READ VOLUME, and for USE of its catalog and schema."
         ) from broken
-    if broken is not None:
+    if not isinstance(broken, FileNotFoundError | NotADirectoryError):
         raise VolumeError(
             f"the mount of {place.name} does not answer: {broken.strerror}.\n"
             "  Mount it again, or install fsspec-databricks and set DATABRICKS_HOST to go through the Files API."
@@ -222,12 +214,10 @@ def open_storage(path: str | os.PathLike[str], *, volume_root: Path | None = Non
 
 
 def _mount_error(volume: str) -> OSError | None:
-    """Return how the mount of a volume fails, None where it works or there is none."""
+    """Return how the mount of a volume fails, None where it works."""
     try:
         with os.scandir(Path(*Path(volume).parts[:5])) as found:
             next(found, None)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
     except OSError as exc:
         return exc
     return None
@@ -245,16 +235,12 @@ def _by_fsspec(address: str) -> FsspecStorage:
     try:
         filesystem, root = url_to_fs(address)
     except ImportError as exc:
-        raise MissingDependencyError(f"{address} cannot be reached: {_first_line(exc)}.\n{_ADVICE}") from exc
+        raise MissingDependencyError(f"{address} cannot be reached: {reason_of(exc)}.\n{_ADVICE}") from exc
     except Exception as exc:  # each file system of fsspec has errors of its own
-        raise VolumeError(f"{address} cannot be reached: {_first_line(exc)}.\n{_ADVICE}") from exc
+        raise VolumeError(f"{address} cannot be reached: {reason_of(exc)}.\n{_ADVICE}") from exc
     if "file" in filesystem.protocol:  # what fsspec takes any text for that it cannot split
         raise VolumeError(f"{address} is no address.\n  Give scheme://..., or a path without a scheme.")
     return FsspecStorage(filesystem, root, address)
-
-
-def _first_line(exc: Exception) -> str:
-    return str(exc).partition("\n")[0].rstrip(". ") or type(exc).__name__
 
 
 def flush_file(descriptor: int, path: Path) -> None:
@@ -269,13 +255,9 @@ def flush_file(descriptor: int, path: Path) -> None:
 
 
 def _read(path: Path, start: int, stop: int | None) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        stop = os.fstat(file.fileno()).st_size if stop is None else stop
-        parts = []
-        while start < stop and (part := os.pread(file.fileno(), min(_BLOCK, stop - start), start)):
-            parts.append(part)
-            start += len(part)
-    return b"".join(parts)
+    with open(path, "rb") as file:
+        file.seek(start)
+        return file.read() if stop is None else file.read(max(0, stop - start))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
@@ -299,17 +281,17 @@ def _write(path: Path, blocks: Iterable[bytes | memoryview]) -> None:
                     view = view[file.write(view) :]
             _sync(file.fileno())
     except BaseException:
-        _take_back(path, made)
+        take_back(path, made)
         raise
 
 
-def _take_back(path: Path, made: os.stat_result) -> None:
-    """Delete a file that we made, which may not be seen yet, unless another has taken its name meanwhile."""
+def take_back(path: Path, made: os.stat_result | None = None) -> None:
+    """Delete a file that we made, which may not be seen yet, unless one that is not `made` has taken its name."""
     deadline = time.monotonic() + _SEEN_S
     with contextlib.suppress(OSError):
         while time.monotonic() < deadline:
             try:
-                if os.path.samestat(path.stat(), made):
+                if made is None or os.path.samestat(path.stat(), made):
                     path.unlink()
                 return
             except FileNotFoundError:

@@ -9,14 +9,14 @@ import itertools
 import os
 import re
 import secrets
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 from bridge.volumes.crew import Crew
-from bridge.volumes.source import ChangedError, Reader, join
-from bridge.volumes.storage import Entry, Storage, wait_for_files, with_retries
+from bridge.volumes.source import ChangedError, Reader
+from bridge.volumes.storage import Entry, Storage, is_full, join, wait_for_files, with_retries
+from bridge.volumes.stores import take_back
 
 _SOON = 1 << 20  # so small a file is written at once
 _BIG_FILE = 64 << 20
@@ -44,11 +44,6 @@ def pieces(size: int, piece: int) -> Iterator[tuple[int, int]]:
 def is_temporary(name: str) -> bool:
     """Return whether a file of this name is what a copy is writing, or what a killed one left."""
     return _TEMPORARY.fullmatch(name) is not None
-
-
-def is_full(exc: OSError) -> bool:
-    """Return whether there is no room left."""
-    return exc.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 class FolderTarget:
@@ -95,7 +90,7 @@ class FolderTarget:
             except OSError as exc:
                 if is_taken and isinstance(exc, FileNotFoundError):
                     continue
-                _delete_when_seen(left)
+                take_back(Path(left))
                 if is_full(exc):
                     raise
                 return left == renamed
@@ -192,7 +187,7 @@ class StorageTarget:
         except FileExistsError:  # it was not seen yet; no block is gone
             self._storage.delete(name)
             self._storage.write(name, blocks)
-        written = self._seen(name, reader.num_bytes)
+        (written,) = wait_for_files(self._storage, {name: reader.num_bytes}, timeout_s=_SEEN_WITHIN_S)
         try:
             # after its time was set: what is written to the source from now on is newer
             reader.check()
@@ -202,32 +197,10 @@ class StorageTarget:
                     self._storage.delete(name)
             raise
 
-    def _seen(self, name: str, size: int) -> Entry:
-        with contextlib.suppress(FileNotFoundError):
-            if (entry := self._storage.status(name)).num_bytes == size:
-                return entry
-        wait_for_files(self._storage, {name: size}, timeout_s=_SEEN_WITHIN_S)
-        return self._storage.status(name)
-
     def _blocks(self, reader: Reader, crew: Crew) -> Iterator[bytes]:
         for block in reader.blocks():
             crew.check()
             yield block
-
-
-def _delete_when_seen(path: str) -> None:
-    """Delete a file that was just made, and that may not be found yet."""
-    deadline = time.monotonic() + _SEEN_WITHIN_S
-    while True:
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            if time.monotonic() < deadline:
-                time.sleep(0.05)
-                continue
-        except OSError:
-            pass  # it is of no bytes, or of two
-        return
 
 
 def _lock(descriptor: int) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 import bridge
 from bridge.errors import VolumeError
-from bridge.tables import retention
 from bridge.tables.inventory import describe_export
+from bridge.volumes import hold
 from bridge.volumes.commit import WITHDRAWN, collect_garbage
 from bridge.volumes.hold import Hold, hold_attempt
 from bridge.volumes.stores import LocalStorage
@@ -34,13 +34,13 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], No
     """Return what lets something happen after a deleter looked for readers, and before it withdraws the marker."""
 
     def run(act: Callable[[], object]) -> None:
-        real = retention.withdraw_attempt
+        real = hold.withdraw_attempt
 
         def withdraw(*args: object) -> None:
             act()
             real(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(retention, "withdraw_attempt", withdraw)
+        monkeypatch.setattr(hold, "withdraw_attempt", withdraw)
 
     return run
 
@@ -71,7 +71,7 @@ def test_a_reader_that_listings_do_not_show_yet(
     old, _ = export(volume.path, 1), export(volume.path, 2)
     time.sleep(1.1)
     volume.set(listing_lag_ms=1000)
-    monkeypatch.setattr(retention, "_LAG_S", 1.5 if waits else 0.0)
+    monkeypatch.setattr(hold, "_LAG_S", 1.5 if waits else 0.0)
     held: list[Hold | None] = []
     late(lambda: held.append(hold_attempt(LocalStorage(old.parent), old.name)))
 
@@ -103,7 +103,7 @@ def test_another_collector_leaves_what_was_just_withdrawn(
         collected.extend(collect_garbage(storage))
         time.sleep(1.5)
 
-    monkeypatch.setattr(retention, "_wait_for_listings", wait)
+    monkeypatch.setattr(hold, "_wait_for_listings", wait)
 
     bridge.prune_exports(volume.path, keep_versions=1)
 
@@ -124,7 +124,7 @@ def test_who_may_only_read_is_not_held_and_not_kept_from_reading(volume: Volume,
 
 
 def test_a_volume_that_fails_for_a_while_is_waited_for(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "_LAG_S", 0.0)
+    monkeypatch.setattr(hold, "_LAG_S", 0.0)
     old, newest = export(volume.path, 1), export(volume.path, 2)
     for kind in ("eio_stat", "eio_read", "eio_list", "eio_delete"):
         volume.fault(kind, times=2)
@@ -136,7 +136,7 @@ def test_a_volume_that_fails_for_a_while_is_waited_for(volume: Volume, monkeypat
 
 
 def test_a_volume_that_fails_for_good_loses_nothing(volume: Volume, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "_LAG_S", 0.0)
+    monkeypatch.setattr(hold, "_LAG_S", 0.0)
     old, _ = export(volume.path, 1), export(volume.path, 2)
     volume.fault("eio_delete", match="_bridge.")
 

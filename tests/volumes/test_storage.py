@@ -200,10 +200,11 @@ def test_links_are_told_from_files(tmp_path: Path) -> None:
 
 def test_a_mount_is_used_where_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Nothing can be mounted at /Volumes for one test alone.
-    monkeypatch.setattr(stores, "is_mounted", lambda name: True)
     monkeypatch.setattr(stores, "_mount_error", lambda name: None)
 
-    assert str(open_storage("/Volumes/a/b/c/x", volume_root=tmp_path)) == "/Volumes/a/b/c/x"
+    monkeypatch.setenv("BRIDGE_VOLUME_ROOT", str(tmp_path))
+
+    assert str(open_storage("/Volumes/a/b/c/x")) == "/Volumes/a/b/c/x"
 
 
 def broken_mount(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOTCONN) -> None:
@@ -232,8 +233,9 @@ def test_without_a_mount_the_configured_folder_stands_for_volumes(
 ) -> None:
     monkeypatch.setenv("DATABRICKS_HOST", "https://example.invalid")
     monkeypatch.setitem(sys.modules, "fsspec_databricks", fake_databricks())
+    monkeypatch.setenv("BRIDGE_VOLUME_ROOT", str(tmp_path))
 
-    assert open_storage("/Volumes/a/b/c/x", volume_root=tmp_path).folder == tmp_path / "a/b/c/x"
+    assert open_storage("/Volumes/a/b/c/x").folder == tmp_path / "a/b/c/x"
 
 
 def fake_databricks() -> ModuleType:

@@ -150,7 +150,7 @@ class Faulty(LocalStorage):
 
 
 def faulty(patch: pytest.MonkeyPatch, folder: Path, call: str, part: str, error: int = errno.EIO) -> None:
-    patch.setattr(files, "open_storage", lambda path, volume_root: Faulty(folder, call, part, error))
+    patch.setattr(files, "open_storage", lambda path: Faulty(folder, call, part, error))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_whoever_loads_while_it_is_saved_again_gets_the_new_one(
 
     overtaken: list[str] = []
     bridge.save_file("old", tmp_path)
-    monkeypatch.setattr(files, "open_storage", lambda path, volume_root: Overtaken(tmp_path))
+    monkeypatch.setattr(files, "open_storage", lambda path: Overtaken(tmp_path))
 
     assert bridge.load_file(tmp_path) == "new"
     assert len(overtaken) == 1
@@ -228,7 +228,7 @@ def test_killed_at_every_step_it_is_the_old_or_the_new(tmp_path: Path, monkeypat
     from tests.volumes.commit_chaos import Killing, events_and_status, forked
 
     def save(storage: Storage, number: int, report: Any) -> None:
-        monkeypatch.setattr(files, "open_storage", lambda path, volume_root: storage)
+        monkeypatch.setattr(files, "open_storage", lambda path: storage)
         bridge.save_file(number, tmp_path)
         report("saved")
 

@@ -26,10 +26,11 @@ import torch
 
 import bridge
 from bridge.checkpoints import manager as manager_module
-from bridge.checkpoints import retention, writer
+from bridge.checkpoints import writer
 from bridge.checkpoints.blocks import Blocks
-from bridge.checkpoints.retention import delete_unheld, list_saved
+from bridge.checkpoints.retention import list_saved
 from bridge.errors import CheckpointError, VolumeError
+from bridge.volumes import hold
 from bridge.volumes.commit import begin, read_marker
 from bridge.volumes.stores import LocalStorage
 from tests.ranks import REPOSITORY
@@ -807,7 +808,7 @@ def test_deletion_that_is_killed_anywhere_leaves_no_step_that_is_not_whole(tmp_p
         doomed = [one for one in list_saved(storage) if one.step < 3]
 
         def delete(report: Any, storage: Any = storage, doomed: Any = doomed, step: int = step) -> None:
-            delete_unheld(Killing(storage, step), [one.attempt for one in doomed])
+            hold.delete_unheld(Killing(storage, step), [one.attempt for one in doomed], at_once=True)
 
         _, status = events_and_status(*forked(delete))
         steps = [one.step for one in list_saved(storage)]
@@ -923,7 +924,7 @@ def test_leases_that_cannot_be_read_do_not_fail_the_save(root: Path, monkeypatch
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(retention, "count_holders", refuse)
+    monkeypatch.setattr(hold, "count_holders", refuse)
     manager = opened(root, keep_last=1)
     manager.save(2, {})
     with pytest.warns(UserWarning, match="an old checkpoint stays"):

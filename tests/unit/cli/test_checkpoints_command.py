@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from typer.testing import Result
 
 import bridge
+from bridge.volumes.stores import LocalStorage
 
 Run = Callable[..., Result]
 
@@ -51,6 +54,14 @@ def test_ls_tells_what_was_left_and_what_is_not_there(run: Run, root: Path, tmp_
     empty = run("checkpoints", "ls", tmp_path / "nothing")
     assert empty.exit_code == 1
     assert "holds no checkpoint" in empty.output
+
+
+def test_ls_needs_no_right_to_write(run: Run, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(LocalStorage, "write", refuse)
+    assert "4 of 4 complete" in run("checkpoints", "ls", root).output
 
 
 def test_show_lists_the_entries(run: Run, root: Path) -> None:

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from bridge.config import data_folder
-from bridge.tables import retention
+from bridge.volumes import hold
 from bridge.volumes.commit import Attempt, begin
 from bridge.volumes.hold import hold_attempt
 from bridge.volumes.stores import LocalStorage
@@ -21,7 +21,7 @@ DAY_S = 86400
 
 @pytest.fixture(autouse=True)
 def _nothing_lags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "_LAG_S", 0.0)
+    monkeypatch.setattr(hold, "_LAG_S", 0.0)
 
 
 def export(root: Path, version: int | None = 3, *, age_s: int = 0, shards: int = 2) -> Path:
@@ -164,7 +164,7 @@ def test_gc_exits_with_1_where_something_stays_that_should_go(
         raise PermissionError(13, "Permission denied", name)
 
     monkeypatch.setattr(LocalStorage, "delete", fail)
-    monkeypatch.setattr(retention, "storage_time_ns", lambda storage: 0)
+    monkeypatch.setattr(hold, "storage_time_ns", lambda storage: 0)
 
     result = run("exports", "gc", tmp_path, "--keep-versions", "1")
 

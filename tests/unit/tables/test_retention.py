@@ -21,6 +21,7 @@ from bridge.errors import ConfigError, ExportError, ExportNotFoundError, VolumeE
 from bridge.tables import retention
 from bridge.tables.inventory import ExportInfo, describe_export
 from bridge.tables.retention import reasons_to_keep
+from bridge.volumes import hold as holds
 from bridge.volumes.commit import WITHDRAWN, Attempt, begin, collect_garbage
 from bridge.volumes.hold import Hold, hold_attempt
 from bridge.volumes.stores import LocalStorage
@@ -33,7 +34,7 @@ DAY_S = 86400.0
 
 @pytest.fixture(autouse=True)
 def _nothing_lags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retention, "_LAG_S", 0.0)
+    monkeypatch.setattr(holds, "_LAG_S", 0.0)
 
 
 def export(root: Path, version: int | None, *, age_s: float = 0.0, name: str = "main.ml.t", **query: Any) -> Path:
@@ -288,7 +289,7 @@ def test_leases_that_cannot_be_read_keep_everything(tmp_path: Path, monkeypatch:
     def fail(*_: object, **__: object) -> dict[str, int]:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    monkeypatch.setattr(retention, "count_holders", fail)
+    monkeypatch.setattr(holds, "count_holders", fail)
 
     deleted, kept, failed = outcome(bridge.prune_exports(tmp_path, keep_versions=1))
 
@@ -308,15 +309,15 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
     return export(tmp_path, 1, age_s=2 * DAY_S), export(tmp_path, 2, age_s=DAY_S)
 
 
-def before(monkeypatch: pytest.MonkeyPatch, step: str, act: Callable[[], object]) -> None:
+def before(monkeypatch: pytest.MonkeyPatch, step: str, act: Callable[[], object], where: Any = holds) -> None:
     """Let something happen right before a step of the deleter."""
-    real = getattr(retention, step)
+    real = getattr(where, step)
 
     def run(*args: Any) -> Any:
         act()
         return real(*args)
 
-    monkeypatch.setattr(retention, step, run)
+    monkeypatch.setattr(where, step, run)
 
 
 def test_a_reader_that_was_first_keeps_its_export(tmp_path: Path, pair: tuple[Path, Path]) -> None:
@@ -338,7 +339,7 @@ def test_a_reader_that_opens_after_the_listing_keeps_its_export(
 ) -> None:
     old, _ = pair
     held: list[Hold | None] = []
-    before(monkeypatch, "_delete", lambda: held.append(hold(old)))
+    before(monkeypatch, "_delete", lambda: held.append(hold(old)), retention)
 
     report = bridge.prune_exports(tmp_path, keep_versions=1)
 

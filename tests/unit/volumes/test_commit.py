@@ -23,8 +23,6 @@ from bridge.volumes.commit import (
     collect_garbage,
     complete_attempts,
     delete_attempt,
-    is_abandoned,
-    is_marker,
     read_marker,
 )
 from bridge.volumes.storage import Storage
@@ -33,7 +31,6 @@ from tests.processes import eventually
 
 BODY = {"name": "é", "rows": [1, 2, {"deep": None}], "digest": "not this one"}
 MARKER = Marker(BODY, {})
-HOUR_NS = 3600 * 10**9
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -254,9 +251,6 @@ def test_a_marker_is_json_that_a_person_can_read(tmp_path: Path) -> None:
 
     assert list(json.loads(head)) == ["digest"]
     assert json.loads(body) == {"body": BODY, "sizes": {}}
-    assert is_marker("_bridge.0.json")
-    assert not is_marker("_bridge.json")
-    assert not is_marker("x_bridge.0.json")
 
 
 @pytest.mark.parametrize("torn", [b"", b'{"digest"', b"{}\n{}"])
@@ -309,15 +303,15 @@ def test_a_marker_is_read_back(storage: Storage) -> None:
     assert list(complete_attempts(storage)) == [(attempt, MARKER)]
 
 
-def test_a_marker_tells_which_file_is_missing(storage: Storage) -> None:
+def test_a_marker_tells_which_files_are_missing(storage: Storage) -> None:
     attempt = completed(storage, one=b"x", two=b"yy")
     ((_, marker),) = complete_attempts(storage)
-    assert marker.missing(storage, attempt.name) is None
+    assert marker.missing(storage, attempt.name) == []
 
     storage.delete(f"{attempt.name}/two")
-    assert marker.missing(storage, attempt.name) == "two"
+    assert marker.missing(storage, attempt.name) == ["two"]
     storage.write(f"{attempt.name}/two", [b"yyy"])
-    assert marker.missing(storage, attempt.name) == "two"
+    assert marker.missing(storage, attempt.name) == ["two"]
 
 
 # committing
@@ -481,7 +475,7 @@ def test_a_marker_that_shows_too_late_never_stands_alone(
 
     found = list(complete_attempts(storage))
     assert len(found) == is_kept
-    assert [marker.missing(storage, attempt.name) for attempt, marker in found] == [None] * is_kept
+    assert [marker.missing(storage, attempt.name) for attempt, marker in found] == [[]] * is_kept
 
 
 def test_a_later_marker_is_found_by_its_name(storage: Storage) -> None:
@@ -657,13 +651,3 @@ def test_a_writer_that_stood_still_too_long_does_not_commit(storage: Storage, mo
         stand_still()
 
     assert list(complete_attempts(storage)) == [(earlier, MARKER)]
-
-
-@given(is_leased=st.booleans(), age_ns=st.integers(-HOUR_NS, 3 * HOUR_NS), grace_s=st.floats(0, 7200))
-def test_only_what_is_neither_leased_nor_young_is_abandoned(is_leased: bool, age_ns: int, grace_s: float) -> None:
-    attempt = Attempt(1_795_977_692_966, "a", "0" * 12)
-    now_ns = attempt.generation * 1_000_000 + age_ns
-
-    found = is_abandoned(attempt, is_leased=is_leased, now_ns=now_ns, grace_s=grace_s)
-
-    assert found == (not is_leased and age_ns >= grace_s * 1e9)

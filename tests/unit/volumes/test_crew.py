@@ -85,8 +85,8 @@ def test_where_no_more_threads_can_be_started_those_there_are_go_on(monkeypatch:
 
 def test_where_no_thread_can_be_started_that_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     limit_threads(monkeypatch, 0)
-    with pytest.raises(VolumeError, match=r"no thread can be started \(can't start new thread\)"), Crew(4):
-        pass
+    with pytest.raises(VolumeError, match=r"no thread can be started \(can't start new thread\)"), Crew(4) as crew:
+        crew.drain(nothing)
 
 
 def test_an_interrupt_while_the_first_thread_starts_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +98,8 @@ def test_an_interrupt_while_the_first_thread_starts_leaves_none(monkeypatch: pyt
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", interrupted)
-        with pytest.raises(KeyboardInterrupt), Crew(4):
-            pass
+        with pytest.raises(KeyboardInterrupt), Crew(4) as crew:
+            crew.drain(nothing)
     until = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < until:
         time.sleep(0.01)

@@ -26,7 +26,7 @@ from bridge.volumes.commit import (
     read_marker,
     withdraw_attempt,
 )
-from bridge.volumes.hold import hold_attempt
+from bridge.volumes.hold import delete_unheld, hold_attempt
 from bridge.volumes.lease import Lease, count_holders, storage_time_ns
 from bridge.volumes.stores import LocalStorage
 from tests.processes import eventually
@@ -267,6 +267,23 @@ def test_what_is_withdrawn_stays_readable_and_is_garbage_an_hour_later(storage: 
     assert collect_garbage(storage) == []
     held.end()
     assert collect_garbage(storage) == [attempt]
+    assert attempts(storage) == []
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_the_files_of_what_is_held_stay(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    monkeypatch.setattr(hold, "_LAG_S", 0.0)
+    read, free = completed(storage), completed(storage)
+    held = hold_attempt(storage, read.name)
+
+    assert delete_unheld(storage, [read, free], at_once=at_once) == ({read: "in use by 1 holder"}, {})
+
+    assert attempts(storage) == [read]
+    assert storage.read(f"{read.name}/file") == b"abc"
+    assert (read_marker(storage, read.name) is None) == at_once
+    assert held is not None
+    held.end()
+    assert delete_unheld(storage, [read], at_once=at_once) == ({}, {})
     assert attempts(storage) == []
 
 

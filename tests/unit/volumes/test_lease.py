@@ -82,13 +82,13 @@ def test_a_lease_that_lapsed_once_stays_lapsed(tmp_path: Path, monkeypatch: pyte
     clock = [1000.0]
     monkeypatch.setattr(lease, "_uptime", lambda: clock[0])
     storage = LocalStorage(tmp_path)
-    held = Lease(storage, ID, beat_s=0.02, lapse_s=60)
+    held = Lease(storage, ID, beat_s=0.02)
     held.start()
-    clock[0] += 61
+    clock[0] += 1801
     reached = max(beats(tmp_path))
     eventually(lambda: max(beats(tmp_path)) > reached + 1)
 
-    with pytest.raises(VolumeError, match=r"the lease .*/_leases/0123456789ab\.[0-9a-f]{12} was not renewed for 61 s"):
+    with pytest.raises(VolumeError, match=r"the lease .*/_leases/0123456789ab\.[0-9a-f]{12} was not renewed for 1,801"):
         held.check()
     held.end()
 
