@@ -23,8 +23,8 @@ from bridge.display import format_count
 from bridge.distributed import cpu_group, on_every_rank
 from bridge.errors import ConfigError
 from bridge.loading.loader import DataLoader
-from bridge.loading.order import batch_rows, num_steps
 from bridge.loading.parquet import RowGroupDataset
+from bridge.loading.place import Pass, Place
 from bridge.loading.row_hash import Hashes, hash_rows, mix
 
 T = TypeVar("T")
@@ -158,21 +158,15 @@ class _Check:
         self._dataset = dataset
         self._ranks = ranks
         self._row_groups = dataset.row_groups
-        self._num_rows = dataset.listing().num_rows
+        self._num_rows = dataset.listing.num_rows
         # in batches these are paths of copies
         self._leave_out = {field.name for field in dataset.schema if mark_of(field) == "cached_file"}
-        size, world_size = dataset.rows_per_item, ranks.size
-        self._num_steps = num_steps(
-            self._num_rows, batch_size=size, world_size=world_size, consumed=0, drop_last=dataset.drop_last
-        )
-        self._num_dropped = max(0, self._num_rows - self._num_steps * size * world_size)
+        whole = Pass(Place(0), ranks.rank, ranks.size)
+        self._num_steps = dataset.num_items(whole)
+        self._num_dropped = max(0, self._num_rows - self._num_steps * dataset.rows_per_item * ranks.size)
         # of a rank's last batch, at most one row is padding: it repeats the one before it
-        self._last_size, self._is_padded = 0, False
-        if self._num_steps:
-            self._last_size, valid = batch_rows(
-                self._num_steps - 1, self._num_rows, batch_size=size, rank=ranks.rank, world_size=world_size, consumed=0
-            )
-            self._is_padded = valid < self._last_size
+        self._last_size, valid = dataset.batch_rows(whole, self._num_steps - 1) if self._num_steps else (0, 0)
+        self._is_padded = valid < self._last_size
 
     def seen(self, batches: Iterable[Any], at_once: int) -> Hashes:
         """Return a hash of each row of this rank's batches, without padding; `at_once` at the most wait for it."""
