@@ -9,6 +9,7 @@ The files are read straight, in their own order, by none of the code that orders
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from bridge import distributed
 from bridge.columns.policies import mark_of
@@ -171,28 +173,16 @@ class _Check:
     def seen(self, batches: Iterable[Any], at_once: int) -> Hashes:
         """Return a hash of each row of this rank's batches, without padding; `at_once` at the most wait for it."""
         made = bytearray()
-        steps, size = 0, self._dataset.rows_per_item
-        waiting: list[Any] = []
-        for batch in batches:
-            waiting.append(batch)
-            steps += 1
-            if len(waiting) >= min(at_once, _PART_ROWS // max(1, size)):
-                size, waiting = self._add(made, waiting), []
-        if waiting:
-            size = self._add(made, waiting)
+        steps, last = 0, None
+        batches, at_once = iter(batches), max(1, min(at_once, _PART_ROWS // self._dataset.rows_per_item))
+        while some := list(itertools.islice(batches, at_once)):
+            made += hash_rows(*some, leave_out=self._leave_out).tobytes()
+            steps, last = steps + len(some), some[-1]
         # the epoch's last batch ends in it, wherever batches are missing or double before that one
-        if self._is_padded and size == self._last_size and (steps >= self._num_steps or made[-16:-8] == made[-8:]):
+        is_at_end = self._is_padded and (steps >= self._num_steps or made[-16:-8] == made[-8:])
+        if is_at_end and last is not None and len(hash_rows(last, leave_out=self._leave_out)) == self._last_size:
             del made[-8:]
         return np.frombuffer(made, np.uint64)
-
-    def _add(self, made: bytearray, batches: list[Any]) -> int:
-        """Add hashes of rows; return how many rows the last batch has."""
-        num_rows = 0
-        for some in filter(None, (batches[:-1], batches[-1:])):
-            hashes = hash_rows(*some, leave_out=self._leave_out)
-            made += hashes.tobytes()
-            num_rows = len(hashes)
-        return num_rows
 
     def report(self, seen: Hashes, what: str) -> CoverageReport:
         """Return what all ranks find together."""
@@ -202,7 +192,7 @@ class _Check:
             expected = ranks.each(lambda: _totals(hashes for *_, hashes in self._in_files()), what)
             if not np.sum(ranks.gathered(_totals([seen]) - expected), axis=0, dtype=np.uint64).any():
                 return CoverageReport(name, self._num_rows, num_seen)
-        held = ranks.exchanged(ranks.each(self._held, what))
+        held = ranks.exchanged(ranks.each(lambda: _joined(hashes for *_, hashes in self._in_files()), what))
         seen = ranks.exchanged(seen)
         held.sort()
         seen.sort()
@@ -224,15 +214,6 @@ class _Check:
             name, self._num_rows, num_seen, num_dropped, num_missing, num_double, num_unknown,
             *(tuple(_chosen(places, one)) for one in wanted),
         )  # fmt: skip
-
-    def _held(self) -> Hashes:
-        """Return a hash of each row of this rank's row groups, in order."""
-        made = np.empty(sum(self._row_groups.row_counts[self._ranks.rank :: self._ranks.size]), np.uint64)
-        stop = 0
-        for *_, hashes in self._in_files():
-            start, stop = stop, stop + len(hashes)
-            made[start:stop] = hashes
-        return made
 
     def _in_files(self) -> Iterator[tuple[int, int, Hashes]]:
         """Yield row groups that are this rank's to read, in parts: its number, the first row, a hash of each row."""
@@ -275,8 +256,6 @@ class _Ranks:
         """Return what each rank gives."""
         if self._group is None:
             return [value]
-        import torch.distributed as dist
-
         made: list[Any] = [None] * self.size
         dist.all_gather_object(made, value, group=self._group)
         return made
@@ -285,8 +264,6 @@ class _Ranks:
         """Return this rank's part of the hashes that all ranks give: equal ones come to one rank."""
         if self._group is None:
             return hashes
-        import torch.distributed as dist
-
         owners = (hashes % np.uint64(self.size)).astype(np.uint32)
         sent = np.concatenate([hashes[owners == rank] for rank in range(self.size)]).view(np.int64)
         counts = np.bincount(owners, minlength=self.size).tolist()
@@ -313,13 +290,17 @@ def _totals(parts: Iterable[Hashes]) -> Hashes:
 
 def _difference(these: Hashes, others: Hashes) -> Hashes:
     """Return what is in one sorted array beyond the other, as often as it is there more often."""
-    kept = [np.empty(0, np.uint64)]
+    kept = []
     for start in range(0, len(these), _BLOCK_ROWS):
         block = these[start : start + _BLOCK_ROWS]
         number = np.arange(start, start + len(block)) - np.searchsorted(these, block)  # among equals
         count = np.searchsorted(others, block, "right") - np.searchsorted(others, block)
         kept.append(block[number >= count])
-    return np.concatenate(kept)
+    return _joined(kept)
+
+
+def _joined(parts: Iterable[Hashes]) -> Hashes:
+    return np.concatenate([np.empty(0, np.uint64), *parts])
 
 
 def _chosen(places: list[_Found], wanted: Counter[int]) -> Iterator[Row]:
