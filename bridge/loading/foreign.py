@@ -46,7 +46,7 @@ def open_files(files: Sequence[Path], policies: Policies | None) -> ParquetRowGr
     """
     with ThreadPoolExecutor(min(_THREADS, len(files)), "bridge-footers") as threads:
         known = list(threads.map(lambda file: with_retries(lambda: _read_footer(file)), files))
-    schema = _plain(known[0].schema)
+    schema = plain(known[0].schema)
     for one in known[1:]:
         _check_columns(one, schema, files[0])
     root = os.path.commonpath([file.parent for file in files])
@@ -147,7 +147,7 @@ def _row_group(group: Any) -> RowGroup:
     return RowGroup(group.num_rows, start, stop, "")
 
 
-def _plain(schema: pa.Schema) -> pa.Schema:
+def plain(schema: pa.Schema) -> pa.Schema:
     """Return a schema with the types that tables from Spark have, as far as they hold the same."""
     return pa.schema([pa.field(field.name, _plain_type(field.type), field.nullable) for field in schema])
 
@@ -170,7 +170,7 @@ def _plain_type(arrow: pa.DataType) -> pa.DataType:
 
 
 def _check_columns(one: _Known, schema: pa.Schema, first: Path) -> None:
-    found = _plain(one.schema)
+    found = plain(one.schema)
     if set(found.names) != set(schema.names):
         differ = sorted(set(found.names) ^ set(schema.names))
         raise SourceError(f"{one.shard.name} and {first} do not have the same columns: {', '.join(differ)}.")

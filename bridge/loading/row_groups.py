@@ -289,8 +289,8 @@ class _Memory:
         finally:
             self._free.append(region)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _like, (self._place, self._num_bytes)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_free": [], "_counts": {}}
 
 
 def _region(num_bytes: int) -> pa.Buffer:
@@ -299,12 +299,6 @@ def _region(num_bytes: int) -> pa.Buffer:
     except MemoryError:
         # the file is larger than memory: no room is set aside for pages that are never touched
         return pa.py_buffer(mmap.mmap(-1, num_bytes, flags=_UNRESERVED))
-
-
-def _like(place: int, num_bytes: int) -> _Memory:
-    memory = _Memory([])
-    memory._place, memory._num_bytes = place, num_bytes
-    return memory
 
 
 def _ranges(footer: Any, index: int, names: Sequence[str]) -> list[tuple[int, int]]:
