@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, Self, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Generic, TypeVar
 
+from bridge.loading.prefetch import stopped_at_exit
 from bridge.volumes.crew import threads_wanted
 
 T = TypeVar("T")
@@ -19,8 +19,6 @@ _MOST_AT_FIRST = 16  # to begin one takes as long as to ask a near volume
 
 class FetchedAhead(Generic[T]):
     """What `fetch` returns for each item, in order; about `num_ahead` beyond the one that was asked for last.
-
-    Use it as a context: at its end all threads have ended.
 
     Args:
         num_threads: The most there will be.
@@ -46,17 +44,6 @@ class FetchedAhead(Generic[T]):
         self._threads: list[threading.Thread] = []
         self._cpu_s, self._since = 0.0, time.monotonic()
 
-    def __enter__(self) -> Self:
-        self._unregister = atexit.unregister  # what is closed last of all finds no modules
-        atexit.register(self.stop)
-        with self._may_begin:
-            self._start(self._at_first)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-        self._unregister(self.stop)
-
     @property
     def num_threads(self) -> int:
         """How many threads there are, or were."""
@@ -72,18 +59,21 @@ class FetchedAhead(Generic[T]):
         for thread in self._threads:
             thread.join()
 
-    def results(self) -> Iterator[T | BaseException]:
-        """Yield what came of each item, or its error."""
-        while self._asked < len(self._items):
-            ready: list[T | BaseException] = []
-            with self._is_ready:
-                self._is_ready.wait_for(lambda: self._asked in self._done)
-                # also those behind it: a lock for each would cost more than the loop that they are for
-                while len(ready) < _MOST_AT_ONCE and self._asked in self._done:
-                    ready.append(self._done.pop(self._asked))
-                    self._asked += 1
-                self._may_begin.notify(len(ready))
-            yield from ready
+    def results(self) -> Generator[T | BaseException]:
+        """Yield what came of each item, or its error; when it is closed, all threads have ended."""
+        with stopped_at_exit(self.stop):
+            with self._may_begin:
+                self._start(self._at_first)
+            while self._asked < len(self._items):
+                ready: list[T | BaseException] = []
+                with self._is_ready:
+                    self._is_ready.wait_for(lambda: self._asked in self._done)
+                    # also those behind it: a lock for each would cost more than the loop that they are for
+                    while len(ready) < _MOST_AT_ONCE and self._asked in self._done:
+                        ready.append(self._done.pop(self._asked))
+                        self._asked += 1
+                    self._may_begin.notify(len(ready))
+                yield from ready
 
     def _work(self) -> None:
         while (index := self._next()) is not None:
@@ -101,15 +91,14 @@ class FetchedAhead(Generic[T]):
                 self._adapt()
 
     def _next(self) -> int | None:
+        def is_over() -> bool:
+            return self._is_stopped or self._begun == len(self._items)
+
         with self._may_begin:
             self._idle += 1
-            self._may_begin.wait_for(
-                lambda: (
-                    self._is_stopped or self._begun == len(self._items) or self._begun <= self._asked + self._num_ahead
-                )
-            )
+            self._may_begin.wait_for(lambda: is_over() or self._begun <= self._asked + self._num_ahead)
             self._idle -= 1
-            if self._is_stopped or self._begun == len(self._items):
+            if is_over():
                 self._may_begin.notify_all()
                 return None
             self._begun += 1

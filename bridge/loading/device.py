@@ -35,9 +35,12 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
     def wait(marked: Any, copied: torch.cuda.Event) -> Any:
         computing = torch.cuda.current_stream(device)
         computing.wait_event(copied)
-        # its memory is kept until what is computed with it is done
-        _each(lambda values: values.record_stream(computing) or values, marked.batch)
-        return marked
+
+        def record(values: torch.Tensor) -> torch.Tensor:
+            values.record_stream(computing)  # its memory is kept until what is computed with it is done
+            return values
+
+        return marked._replace(batch=_each(record, marked.batch))
 
     ahead = None
     for marked in batches:

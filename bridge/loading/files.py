@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from functools import cached_property
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from bridge.loading.dataset import OrderedDataset, check_sizes
 from bridge.loading.order import Order
 from bridge.loading.place import Listing, Pass
 from bridge.loading.stats import Traffic
-from bridge.volumes.cache import Epoch, Fetched, FileCache, UncachedError
+from bridge.volumes.cache import Epoch, Fetched, UncachedError
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.source import Found, open_source
 from bridge.volumes.storage import Storage
@@ -176,7 +177,7 @@ class UCVolumeDataset(OrderedDataset):
 
     def _listed(self, storage: Storage) -> list[str]:
         try:
-            return _list(storage, self._recursive, self._matches)
+            return files_under(open_source(storage), self._is_wanted)
         except FileNotFoundError as exc:
             raise FileNotFoundError(
                 f"there is no folder {self._path}.\n  Correct the path, or make the folder."
@@ -189,10 +190,13 @@ class UCVolumeDataset(OrderedDataset):
         expected = f", not {self._expected_files:,}," if self._expected_files else ""
         return f"{self._path} holds {count or 'no'} files{matching}{expected}"
 
-    def _matches(self, name: str) -> bool:
-        if self._pattern is None:
-            return True
-        return fnmatch.fnmatchcase(name if "/" in self._pattern else name.rpartition("/")[2], self._pattern)
+    def _is_wanted(self, found: Found) -> bool:
+        name = found.name.rpartition("/")[2]
+        if name.startswith((".", "_")) or found.is_loop:
+            return False
+        if found.is_folder:
+            return self._recursive and not found.problem
+        return self._pattern is None or fnmatch.fnmatchcase(found.name if "/" in self._pattern else name, self._pattern)
 
     def _options(self) -> dict[str, Any]:
         return {**super()._options(), "on_error": self._on_error}
@@ -202,9 +206,7 @@ class UCVolumeDataset(OrderedDataset):
         items = np.arange(self.num_items(run))
         mine = items[items // (self.batch_size or 1) % run.num_workers == run.worker][run.item :]
         order, positions = self._order(run), self._positions(run, mine)
-        cache = open_cache()
-        if self._cache_dir is not None:
-            cache = FileCache(self._cache_dir, max_bytes=cache.max_bytes)
+        cache = open_cache(self._cache_dir)
         if self._held is not None and self._held_bytes > cache.max_bytes // 2:
             self._held.close()  # so that there is room for others
             self._held = None
@@ -217,10 +219,11 @@ class UCVolumeDataset(OrderedDataset):
             return held.find(storage, names[index])
 
         chosen: list[int] = order.rows_at(positions).tolist()
-        with FetchedAhead(
+        ahead = FetchedAhead(
             chosen, find, num_threads=self._num_threads, num_ahead=self._prefetch_files, at_first=self._last_threads
-        ) as ahead:
-            for index, position, result in zip(chosen, positions.tolist(), ahead.results(), strict=True):
+        )
+        with closing(ahead.results()) as results:
+            for index, position, result in zip(chosen, positions.tolist(), results, strict=True):
                 if isinstance(result, BaseException):
                     if (
                         self._on_error == "raise"
@@ -269,21 +272,20 @@ def _open(path: str) -> Storage:
     return open_storage(path, volume_root=load_settings().volume_root)
 
 
-def _list(storage: Storage, is_recursive: bool, matches: Callable[[str], bool]) -> list[str]:
-    """Return the names of the files in a storage that match, sorted by their bytes."""
-    source = open_source(storage)
+def files_under(source: Any, is_wanted: Callable[[Found], bool]) -> list[str]:
+    """Return the names of the files in a source that are wanted, sorted by their bytes, of folders that are wanted."""
     names: list[str] = []
 
     def list_folder(folder: str) -> list[Found]:
-        return [found for found in source.list(folder) if not found.name.rpartition("/")[2].startswith((".", "_"))]
+        return list(filter(is_wanted, source.list(folder)))
 
     with ThreadPoolExecutor(_LISTING_THREADS, "bridge-list") as threads:
         waiting: set[Future[list[Found]]] = {threads.submit(list_folder, "")}
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for found in (found for future in done for found in future.result()):
-                if found.is_folder and not found.problem:
-                    waiting |= {threads.submit(list_folder, found.name)} if is_recursive else set()
-                elif not found.is_folder and not found.is_loop and matches(found.name):
+                if found.is_folder:
+                    waiting.add(threads.submit(list_folder, found.name))
+                else:
                     names.append(found.name)
     return sorted(names, key=os.fsencode)

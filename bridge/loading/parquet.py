@@ -16,7 +16,7 @@ from bridge.columns.rules import Policies, Rules
 from bridge.config import load_settings
 from bridge.display import did_you_mean, parse_bytes
 from bridge.errors import SourceNotFoundError
-from bridge.loading.cached import local_files, open_cache
+from bridge.loading.cached import local_paths, open_cache
 from bridge.loading.dataset import OrderedDataset
 from bridge.loading.decode import Batches
 from bridge.loading.foreign import find_files, open_files
@@ -149,12 +149,10 @@ class RowGroupDataset(OrderedDataset):
 
     def _with_copies(self, columns: Columns, files: Epoch) -> Columns:
         """Return the columns with paths of local copies in those that name files."""
-        made = list(columns)
-        for index, field in enumerate(self.schema):
-            if mark_of(field) == "cached_file":
-                rows = pa.Table.from_arrays([made[index]], schema=pa.schema([field]))
-                made[index] = local_files(rows, files).column(0)
-        return made
+        return [
+            local_paths(column, field.name, files) if mark_of(field) == "cached_file" else column
+            for field, column in zip(self.schema, columns, strict=True)
+        ]
 
 
 class ParquetDataset(RowGroupDataset):

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -36,15 +37,21 @@ def made_ahead(items: Generator[T], size_of: Callable[[T], int], max_bytes: int)
     waits. What making one raises is raised here, in its place. The thread closes `items`.
     """
     ahead = _Ahead(items, size_of, max_bytes)
-    unregister = atexit.unregister  # a generator that is closed last of all finds no modules
-    # a thread that still decodes when the interpreter ends takes the process down with it
-    atexit.register(ahead.stop)
-    ahead.thread.start()
-    try:
+    with stopped_at_exit(ahead.stop):
+        ahead.thread.start()
         yield from ahead
+
+
+@contextmanager
+def stopped_at_exit(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` at the end, be it that of the interpreter: a thread that works on then takes the process with it."""
+    unregister = atexit.unregister  # a generator that is closed last of all finds no modules
+    atexit.register(stop)
+    try:
+        yield
     finally:
-        ahead.stop()
-        unregister(ahead.stop)
+        stop()
+        unregister(stop)
 
 
 class _Ahead(Generic[T]):
