@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,9 @@ Fetch = Callable[[Indices], Any]
 
 def fetcher(dataset: datasets.Dataset, collate_fn: Callable[[Any], Any] | None) -> Fetch:
     """Return what makes a batch of some rows."""
-    if collate_fn is not None or decodes(dataset.features):
+    from datasets.features.features import require_decoding
+
+    if collate_fn is not None or require_decoding(dataset.features):
         return partial(_collated, dataset, collate_fn or default_collate)
     if dataset.format["type"] is None:
         return _ArrowRows(dataset)
@@ -189,14 +191,3 @@ def own_tensors(table: pa.Table) -> dict[str, Any]:
         exc.add_note("  Of a dataset of Hugging Face's: give the loader a collate_fn, or the dataset a format.")
         raise
     return made
-
-
-def decodes(feature: Any) -> bool:
-    """Return whether values of a feature are decoded when a row is read, as images are."""
-    if isinstance(feature, Mapping):
-        return any(map(decodes, feature.values()))
-    if isinstance(feature, list | tuple):
-        return any(map(decodes, feature))
-    if hasattr(feature, "decode_example"):
-        return bool(getattr(feature, "decode", True))
-    return decodes(getattr(feature, "feature", ()))

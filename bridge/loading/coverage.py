@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -149,7 +150,8 @@ def verify_epoch(data: RowGroupDataset | DataLoader, batches: Iterable[Any] | No
     check = _Check(dataset, ranks)
     # a loop of somebody's may write into a batch when it gets the next one
     at_once = _MOST_AT_ONCE if batches is None else 1
-    seen = ranks.each(lambda: check.seen(_epoch(data, dataset) if batches is None else batches, at_once), what)
+    with dataset.set_aside() if batches is None else nullcontext():
+        seen = ranks.each(lambda: check.seen(data if batches is None else batches, at_once), what)
     return check.report(seen, what)
 
 
@@ -271,12 +273,6 @@ class _Ranks:
         made = torch.empty(sum(received), dtype=torch.int64)
         dist.all_to_all_single(made, torch.from_numpy(sent), received, counts, group=self._group)
         return made.numpy().view(np.uint64)
-
-
-def _epoch(data: RowGroupDataset | DataLoader, dataset: RowGroupDataset) -> Iterator[Any]:
-    """Yield the batches of a whole epoch, and bring the dataset back to the position that it had."""
-    with dataset.set_aside():
-        yield from data
 
 
 def _totals(parts: Iterable[Hashes]) -> Hashes:

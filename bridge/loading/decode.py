@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -100,30 +100,19 @@ class _Wanted(NamedTuple):
 
 def _wanted(taken: Taken) -> _Wanted:
     window, order = taken.window, taken.window.permutation()
-    if order is None and taken.step == 1:
-        return _Wanted(list(_behind(taken)), None)
     if taken.num_rows == window.num_rows:
         return _Wanted([_Part(*piece) for piece in window.pieces], order)
-    order = (np.arange(window.num_rows) if order is None else order)[taken.offset :: taken.step]
+    chosen = (np.arange(window.num_rows) if order is None else order)[taken.offset :: taken.step]
     is_kept = np.zeros(window.num_rows, bool)
-    is_kept[order] = True
+    is_kept[chosen] = True
     parts, first = [], 0
     for piece in window.pieces:
         kept = np.flatnonzero(is_kept[first : first + piece.stop - piece.start])
         first += piece.stop - piece.start
         if len(kept):
-            parts.append(_Part(*piece, kept))
-    return _Wanted(parts, (np.cumsum(is_kept) - 1)[order])
-
-
-def _behind(taken: Taken) -> Iterator[_Part]:
-    """Yield the rows of a window that stay as they are, from the offset on."""
-    left_out = taken.offset
-    for piece in taken.window.pieces:
-        start = min(piece.start + left_out, piece.stop)
-        left_out -= start - piece.start
-        if start < piece.stop:
-            yield _Part(piece.group, start, piece.stop)
+            start, stop = piece.start + int(kept[0]), piece.start + int(kept[-1]) + 1
+            parts.append(_Part(piece.group, start, stop, None if len(kept) == stop - start else kept - kept[0]))
+    return _Wanted(parts, None if order is None else (np.cumsum(is_kept) - 1)[chosen])
 
 
 class _Stream:

@@ -88,6 +88,7 @@ class UCVolumeDataset(OrderedDataset):
         >>> loader = bridge.DataLoader(Images(files), batch_size=32, num_workers=4)  # doctest: +SKIP
     """
 
+    traffic = Traffic()
     remedy = (
         "raise num_threads and prefetch_files where files come from the volume for the first time; decode in more "
         "processes (num_workers) where they come from the cache"
@@ -122,15 +123,9 @@ class UCVolumeDataset(OrderedDataset):
         self._timeout_s = timeout_s
         self._held: Epoch | None = None  # what was handed out: kept for later epochs too, where it is not too much
         self._held_bytes = 0
-        self._traffic = Traffic()
 
     def __str__(self) -> str:
         return f"UCVolumeDataset({self._path!r})"
-
-    @property
-    def traffic(self) -> Traffic:
-        """What this process has read so far."""
-        return self._traffic
 
     @cached_property
     def listing(self) -> Listing:
@@ -258,13 +253,13 @@ class UCVolumeDataset(OrderedDataset):
 
     def _note(self, fetched: Fetched) -> str:
         self._held_bytes += fetched.num_bytes
-        self._traffic += Traffic(fetched.num_bytes) if fetched.is_copied else Traffic(cache_bytes=fetched.num_bytes)
+        self.traffic += Traffic(fetched.num_bytes) if fetched.is_copied else Traffic(cache_bytes=fetched.num_bytes)
         return str(fetched.path)
 
     def _note_skipped(self, name: str, error: BaseException) -> None:
-        self._traffic += Traffic(num_skipped=1)
-        if self._traffic.num_skipped <= _MOST_NAMED:
-            more = " Others are only counted, in traffic." if self._traffic.num_skipped == _MOST_NAMED else ""
+        self.traffic += Traffic(num_skipped=1)
+        if self.traffic.num_skipped <= _MOST_NAMED:
+            more = " Others are only counted, in traffic." if self.traffic.num_skipped == _MOST_NAMED else ""
             warnings.warn(f"{self._path}/{name} is skipped: {error}{more}", stacklevel=2)
 
 

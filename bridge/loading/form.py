@@ -252,12 +252,9 @@ def _joined_bits(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _taken(column: pa.ChunkedArray, at: Indices) -> pa.ChunkedArray:
-    if column.num_chunks == 1:
-        return column.take(at)
-    large = _LARGE.get(column.type) if column.nbytes > _MOST_BYTES else None
+    large = _LARGE.get(column.type) if column.num_chunks > 1 and column.nbytes > _MOST_BYTES else None
     if large is None:
-        # each take would join them anew
-        return pa.chunked_array([column.combine_chunks()]).take(at)
+        return column.take(at)
     ends = np.cumsum(pc.binary_length(column).fill_null(0).to_numpy()[at], dtype=np.int64)
     parts = np.split(at, np.flatnonzero(np.diff(ends // _MOST_BYTES)) + 1)
     whole = column.cast(large).combine_chunks()

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
 from bridge.distributed import resolve_rank
-from bridge.loading.arrow_rows import Fetch, decodes, fetcher, own_tensors
+from bridge.loading.arrow_rows import Fetch, fetcher, own_tensors
 from bridge.loading.dataset import OrderedDataset, agree
 from bridge.loading.order import seed_of
 from bridge.loading.place import Listing, Pass
@@ -42,6 +42,7 @@ def open_huggingface(
         ValueError: Arguments exclude each other, or an iterable dataset is to be shuffled here.
     """
     import datasets
+    from datasets.features.features import require_decoding
 
     if isinstance(dataset, datasets.IterableDataset):
         if shuffle or sampler is not None or batch_sampler is not None:
@@ -49,7 +50,7 @@ def open_huggingface(
                 "an iterable dataset takes no shuffle, sampler or batch_sampler here.\n"
                 "  Use its own shuffle(buffer_size=...)."
             )
-        if collate_fn is None and dataset._formatting is None and decodes(dataset.features or {}):
+        if collate_fn is None and dataset._formatting is None and require_decoding(dataset.features or {}):
             collate_fn = default_collate
         return StreamBatches(dataset, collate_fn, batch_size=batch_size or 1, drop_last=drop_last, seed=seed)
     fetch = fetcher(dataset, collate_fn)
@@ -111,19 +112,9 @@ class SampledBatches(OrderedDataset):
         return len(self._batches)
 
     def num_valid(self, step: int) -> int:
-        """Refuse: what repeats rows is the sampler.
-
-        Raises:
-            TypeError: Always.
-        """
         raise TypeError("a sampler chooses the rows, and only it knows which are repeated; leave it out for num_valid.")
 
     def lead(self, num_workers: int = 0) -> Pass:
-        """Begin a pass.
-
-        Raises:
-            ValueError: Workers are to iterate, each of which asks a sampler of its own, and these might not agree.
-        """
         inner = self._sampler if type(self._batches) is BatchSampler else self._batches
         is_same = isinstance(inner, list | tuple | range | SequentialSampler) or hasattr(inner, "set_epoch")
         if num_workers and not (is_same or getattr(inner, "generator", inner) is None):
@@ -134,7 +125,6 @@ class SampledBatches(OrderedDataset):
         return super().lead(num_workers)
 
     def moved(self, run: Pass, items: int) -> None:
-        """Note that the training loop has so many batches."""
         self._place = replace(run.place, consumed=run.place.consumed + items)
         try:
             self._is_finished = self._place.consumed >= len(self._batches)
@@ -176,11 +166,6 @@ class StreamBatches(OrderedDataset):
         raise TypeError("an iterable dataset does not know how many rows it has.")
 
     def num_valid(self, step: int) -> int:
-        """Refuse: nothing is padded.
-
-        Raises:
-            TypeError: Always.
-        """
         raise TypeError("batches of an iterable dataset hold no padding.")
 
     @cached_property
@@ -190,12 +175,6 @@ class StreamBatches(OrderedDataset):
         return Listing((), digest_bytes("\n".join(known).encode()))
 
     def lead(self, num_workers: int = 0) -> Pass:
-        """Begin a pass.
-
-        Raises:
-            ValueError: Workers or ranks would all get the same rows, or the position is none of this batch size.
-            RankError: Ranks would split rows that are shuffled differently, or other epochs.
-        """
         if num_workers:
             raise ValueError("an iterable dataset goes with num_workers=0 here: each worker would give all rows.")
         if resolve_rank()[1] > 1 and self._dataset._distributed is None:
@@ -210,7 +189,6 @@ class StreamBatches(OrderedDataset):
         return run
 
     def moved(self, run: Pass, items: int) -> None:
-        """Note that the training loop has so many batches."""
         self._place = replace(run.place, consumed=run.place.consumed + items * self.rows_per_item)
 
     def _items(self, run: Pass) -> Iterator[Any]:
