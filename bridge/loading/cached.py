@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from bridge.columns.policies import mark_of
 from bridge.config import load_settings
-from bridge.loading.prefetch import mapped_ahead
+from bridge.loading.ahead import mapped_ahead
 from bridge.volumes.cache import FileCache
 from bridge.volumes.stores import open_storage
 

@@ -179,13 +179,11 @@ class OrderedDataset(IterableDataset[Any]):
                     "  Make it with the same arguments, or begin an epoch without the state: set_epoch()."
                 )
         place = Place(**{field.name: state[field.name] for field in fields(Place)})
-        if self.canonical_world_size is not None and place.canonical_world_size not in (
-            None,
-            self.canonical_world_size,
-        ):
+        streams = self.canonical_world_size
+        if streams is not None and place.canonical_world_size not in (None, streams):
             raise ValueError(
                 f"the state was taken with canonical_world_size={place.canonical_world_size}; this dataset has "
-                f"{self.canonical_world_size}.\n  Leave it out, and the epoch goes on as it began."
+                f"{streams}.\n  Leave it out, and the epoch goes on as it began."
             )
         # JSON makes lists of tuples
         place = replace(

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from bridge.loading.ahead import made_ahead, mapped_ahead
 from bridge.loading.form import Columns, Form, interleave, join, num_bytes, slice_rows
 from bridge.loading.order import Indices, Order, Share, Taken
-from bridge.loading.prefetch import made_ahead, mapped_ahead
 from bridge.loading.row_groups import RowGroups
 
 _READS = 3  # row groups at a time: bytes are read and checked, and rows moved, while others are decoded

@@ -220,11 +220,8 @@ class UCVolumeDataset(OrderedDataset):
         with closing(ahead.results()) as results:
             for index, position, result in zip(chosen, positions.tolist(), results, strict=True):
                 if isinstance(result, BaseException):
-                    if (
-                        self._on_error == "raise"
-                        or isinstance(result, UncachedError)
-                        or not isinstance(result, OSError)
-                    ):
+                    is_its_own = isinstance(result, OSError) and not isinstance(result, UncachedError)
+                    if self._on_error == "raise" or not is_its_own:
                         raise result
                     self._note_skipped(names[index], result)
                     result = self._stand_in(order, position, run, find)

@@ -83,8 +83,8 @@ class RowGroupDataset(OrderedDataset):
                 if name not in opened.schema.names:
                     raise SourceNotFoundError(f"no column {name!r} in {self}.{did_you_mean(name, opened.schema.names)}")
             opened = opened.narrowed(self._columns)
-        form = Form(opened.schema, self._features, self._label, self._dtype)
-        return opened if form.features is None else opened.narrowed(form.needed)
+        needed = Form(opened.schema, self._features, self._label, self._dtype).needed
+        return opened if needed == opened.schema.names else opened.narrowed(needed)
 
     @cached_property
     def form(self) -> Form:

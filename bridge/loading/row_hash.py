@@ -76,12 +76,7 @@ def _column(parts: list[Any], name: str, leave_out: Collection[str]) -> Hashes:
 
 def _is_plain(values: Any) -> bool:
     """Return whether it is a tensor of one number for each row."""
-    return (
-        isinstance(values, torch.Tensor)
-        and values.layout is torch.strided
-        and values.dim() == 1
-        and not values.is_complex()
-    )
+    return isinstance(values, torch.Tensor) and values.layout is torch.strided and values.dim() == 1
 
 
 def _hashed(values: Any, path: str) -> Hashes:
@@ -108,8 +103,6 @@ def _hashed(values: Any, path: str) -> Hashes:
 
 def _dense(values: torch.Tensor, salt: np.uint64 = np.uint64(0)) -> Hashes:  # noqa: B008 - a number
     """Return a hash of each row of a tensor."""
-    if values.is_complex():
-        values = torch.view_as_real(values)
     size = values.element_size()
     bits = values.contiguous().view(_INTEGERS[size]).numpy().view(_UNSIGNED[size])
     if bits.ndim == 1:

@@ -16,8 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bridge.loading.ahead import FetchedAhead
-from bridge.loading.prefetch import _Ahead, mapped_ahead
+from bridge.loading.ahead import FetchedAhead, _Ahead, mapped_ahead
 
 
 def test_threads_that_waited_for_room_all_begin_again_when_there_is_room() -> None:
