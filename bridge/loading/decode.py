@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from bridge.loading.ahead import made_ahead, mapped_ahead
 from bridge.loading.form import Columns, Form, interleave, join, num_bytes, slice_rows
-from bridge.loading.order import Indices, Order, Share, Taken
+from bridge.loading.order import Indices, Order, Taken
 from bridge.loading.row_groups import RowGroups
 
 _READS = 3  # row groups at a time: bytes are read and checked, and rows moved, while others are decoded
@@ -27,7 +27,7 @@ _COLUMNS = 64  # of which it is known at a time that they are to be gathered
 
 
 class Batches:
-    """The batches of one rank's share of an epoch.
+    """The batches of one rank.
 
     Args:
         prefetch_bytes: How many bytes of decoded windows may wait.
@@ -38,24 +38,26 @@ class Batches:
         self._form = form
         self._prefetch_bytes = prefetch_bytes
 
-    def of(self, order: Order, share: Share, sizes: Iterable[int]) -> Generator[Columns]:
-        """Yield the columns of the next rows of a share, as many at a time as `sizes` tells."""
-        windows = self._windows(order.taken(share))
+    def of(
+        self, order: Order, sizes: Iterable[int], *, rank: int, world_size: int, consumed: int
+    ) -> Generator[Columns]:  # fmt: skip
+        """Yield the columns of the rank's next rows from a position on, as many at a time as `sizes` tells."""
+        windows = self._windows(order.taken(rank=rank, world_size=world_size, consumed=consumed))
         ahead = made_ahead(windows, lambda made: num_bytes(made[1]), self._prefetch_bytes)
-        streams = [_Stream(self._form.names) for _ in range(share.num_streams)]
+        streams = [_Stream(self._form.names) for _ in range(order.num_streams(world_size))]
         turn = 0
         try:
             for size in sizes:
                 parts = []
-                for offset in range(min(share.num_streams, size)):
-                    number = (turn + offset) % share.num_streams
-                    count = -(-(size - offset) // share.num_streams)
+                for offset in range(min(len(streams), size)):
+                    number = (turn + offset) % len(streams)
+                    count = -(-(size - offset) // len(streams))
                     while streams[number].num_rows < count:
                         taken, columns = next(ahead)
                         streams[taken.stream].add(columns, taken.num_rows)
                         del columns
                     parts.append(streams[number].take(count))
-                turn = (turn + size) % share.num_streams
+                turn = (turn + size) % len(streams)
                 yield parts[0] if len(parts) == 1 else interleave(parts, self._form.names, size)
         finally:
             ahead.close()

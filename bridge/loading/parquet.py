@@ -133,15 +133,15 @@ class RowGroupDataset(OrderedDataset):
             return
         # only the last batch may be short
         last_size, last_valid = self.batch_rows(run, steps[-1])
+        ranks = {"rank": run.rank, "world_size": run.world_size}
         consumed = run.place.consumed + steps[0] * size * run.world_size
-        share = order.share(rank=run.rank, world_size=run.world_size, consumed=consumed)
         sizes = [*(size for _ in steps[:-1]), *([last_valid] if last_valid else [])]
         batches = Batches(self.row_groups, self.form, prefetch_bytes=self._prefetch_bytes)
-        with closing(batches.of(order, share, sizes)) as made:
+        with closing(batches.of(order, sizes, consumed=consumed, **ranks)) as made:
             for step in steps:
                 columns = next(made, None)
                 if columns is None:  # no row is left for this rank
-                    columns = batches.row(order, padding(order.num_rows, rank=run.rank, world_size=run.world_size))
+                    columns = batches.row(order, padding(order.num_rows, **ranks))
                 elif step == steps[-1] and last_valid < last_size:
                     columns = join([columns, last_row(columns)], self.form.names)
                 if (step - run.worker) % run.num_workers == 0:
