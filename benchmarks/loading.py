@@ -274,7 +274,7 @@ def _order_many() -> None:
     order = Order(
         np.full(1_000_000, 10_000), seed=1, epoch=0, shuffle=True, shuffle_window=_WINDOW, canonical_world_size=1
     )
-    next(iter(order.taken(order.share(rank=0, world_size=1, consumed=0))))
+    next(iter(order.taken(rank=0, world_size=1, consumed=0)))
 
 
 def _timed(run: Callable[[], Any]) -> float:

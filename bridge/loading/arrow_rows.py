@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +13,8 @@ from torch.utils.data import default_collate
 
 from bridge.columns.tensors import to_torch
 from bridge.errors import LossyConversionError
+from bridge.loading.foreign import plain
+from bridge.loading.form import copied
 from bridge.loading.order import Indices
 
 if TYPE_CHECKING:
@@ -23,11 +25,23 @@ Fetch = Callable[[Indices], Any]
 
 def fetcher(dataset: datasets.Dataset, collate_fn: Callable[[Any], Any] | None) -> Fetch:
     """Return what makes a batch of some rows."""
-    if collate_fn is not None or decodes(dataset.features):
-        return _CollatedRows(dataset, collate_fn or default_collate)
+    from datasets.features.features import require_decoding
+
+    if collate_fn is not None or require_decoding(dataset.features):
+        return partial(_collated, dataset, collate_fn or default_collate)
     if dataset.format["type"] is None:
         return _ArrowRows(dataset)
-    return _TorchRows(dataset) if _is_plain_torch(dataset) else _FormattedRows(dataset)
+    return _TorchRows(dataset) if _is_plain_torch(dataset) else partial(_formatted, dataset)
+
+
+def _formatted(dataset: datasets.Dataset, indices: Indices) -> Any:
+    """Return a batch as the dataset's format or transform makes it."""
+    return dataset[indices.tolist()]
+
+
+def _collated(dataset: datasets.Dataset, collate: Callable[[Any], Any], indices: Indices) -> Any:
+    """Return a batch of single rows, for what must be decoded and for functions that expect rows."""
+    return collate(dataset.__getitems__(indices.tolist()))
 
 
 class _ArrowRows:
@@ -55,16 +69,6 @@ class _ArrowRows:
         return {"_dataset": self._dataset}  # addresses mean nothing to another process
 
 
-class _FormattedRows:
-    """Batches as the dataset's format or transform makes them."""
-
-    def __init__(self, dataset: datasets.Dataset) -> None:
-        self._dataset = dataset
-
-    def __call__(self, indices: Indices) -> Any:
-        return self._dataset[indices.tolist()]
-
-
 class _TorchRows(_ArrowRows):
     """What the format "torch" makes of numbers, flags, text and lists of numbers, without its work for each value."""
 
@@ -72,20 +76,8 @@ class _TorchRows(_ArrowRows):
         try:
             batch = super().__call__(indices)
         except LossyConversionError:  # lists of several lengths
-            batch = _FormattedRows(self._dataset)(indices)
-            return dict(batch)
+            return dict(_formatted(self._dataset, indices))
         return {name: _as_formatted(value) for name, value in batch.items()}
-
-
-class _CollatedRows:
-    """Batches of single rows, for what must be decoded and for functions that expect rows."""
-
-    def __init__(self, dataset: datasets.Dataset, collate: Callable[[Any], Any]) -> None:
-        self._dataset = dataset
-        self._collate = collate
-
-    def __call__(self, indices: Indices) -> Any:
-        return self._collate(self._dataset.__getitems__(indices.tolist()))
 
 
 class _Rows:
@@ -192,43 +184,10 @@ def _as_formatted(value: Any) -> Any:
 
 def own_tensors(table: pa.Table) -> dict[str, Any]:
     """Return tensors whose memory is not the dataset's, which is another's, or a file that must not be written to."""
-    columns = [_plain(column) for column in table.columns]
-    fields = [field.with_type(column.type) for field, column in zip(table.schema, columns, strict=True)]
+    schema = plain(table.schema)
     try:
-        made = to_torch(pa.Table.from_arrays(columns, schema=pa.schema(fields)))
+        made: dict[str, Any] = copied(to_torch(table if schema == table.schema else table.cast(schema)))
     except LossyConversionError as exc:
         exc.add_note("  Of a dataset of Hugging Face's: give the loader a collate_fn, or the dataset a format.")
         raise
-    return {name: _copied(value) for name, value in made.items()}
-
-
-def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return a column in the types that `to_torch` knows."""
-    types, arrow = pa.types, column.type
-    if isinstance(arrow, pa.BaseExtensionType):
-        return pa.chunked_array([chunk.storage for chunk in column.chunks], arrow.storage_type)
-    if types.is_large_string(arrow) or types.is_string_view(arrow):
-        return column.cast(pa.string())
-    if types.is_large_binary(arrow) or types.is_binary_view(arrow):
-        return column.cast(pa.binary())
-    return column
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        # clone() waits for torch's threads, which other work may have
-        return torch.from_numpy(value.numpy().copy()) if value.layout is torch.strided else value.clone()
-    if isinstance(value, tuple):
-        return tuple(map(_copied, value))
-    return {name: _copied(part) for name, part in value.items()} if isinstance(value, dict) else value
-
-
-def decodes(feature: Any) -> bool:
-    """Return whether values of a feature are decoded when a row is read, as images are."""
-    if isinstance(feature, Mapping):
-        return any(map(decodes, feature.values()))
-    if isinstance(feature, list | tuple):
-        return any(map(decodes, feature))
-    if hasattr(feature, "decode_example"):
-        return bool(getattr(feature, "decode", True))
-    return decodes(getattr(feature, "feature", ()))
+    return made

@@ -9,13 +9,16 @@ The files are read straight, in their own order, by none of the code that orders
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from bridge import distributed
 from bridge.columns.policies import mark_of
@@ -23,8 +26,8 @@ from bridge.display import format_count
 from bridge.distributed import cpu_group, on_every_rank
 from bridge.errors import ConfigError
 from bridge.loading.loader import DataLoader
-from bridge.loading.order import batch_rows, num_steps
 from bridge.loading.parquet import RowGroupDataset
+from bridge.loading.place import Pass, Place
 from bridge.loading.row_hash import Hashes, hash_rows, mix
 
 T = TypeVar("T")
@@ -147,7 +150,8 @@ def verify_epoch(data: RowGroupDataset | DataLoader, batches: Iterable[Any] | No
     check = _Check(dataset, ranks)
     # a loop of somebody's may write into a batch when it gets the next one
     at_once = _MOST_AT_ONCE if batches is None else 1
-    seen = ranks.each(lambda: check.seen(_epoch(data, dataset) if batches is None else batches, at_once), what)
+    with dataset.set_aside() if batches is None else nullcontext():
+        seen = ranks.each(lambda: check.seen(data if batches is None else batches, at_once), what)
     return check.report(seen, what)
 
 
@@ -158,47 +162,29 @@ class _Check:
         self._dataset = dataset
         self._ranks = ranks
         self._row_groups = dataset.row_groups
-        self._num_rows = dataset.listing().num_rows
+        self._num_rows = dataset.listing.num_rows
         # in batches these are paths of copies
         self._leave_out = {field.name for field in dataset.schema if mark_of(field) == "cached_file"}
-        size, world_size = dataset.rows_per_item, ranks.size
-        self._num_steps = num_steps(
-            self._num_rows, batch_size=size, world_size=world_size, consumed=0, drop_last=dataset.drop_last
-        )
-        self._num_dropped = max(0, self._num_rows - self._num_steps * size * world_size)
+        whole = Pass(Place(0), ranks.rank, ranks.size)
+        self._num_steps = dataset.num_items(whole)
+        self._num_dropped = max(0, self._num_rows - self._num_steps * dataset.rows_per_item * ranks.size)
         # of a rank's last batch, at most one row is padding: it repeats the one before it
-        self._last_size, self._is_padded = 0, False
-        if self._num_steps:
-            self._last_size, valid = batch_rows(
-                self._num_steps - 1, self._num_rows, batch_size=size, rank=ranks.rank, world_size=world_size, consumed=0
-            )
-            self._is_padded = valid < self._last_size
+        self._last_size, valid = dataset.batch_rows(whole, self._num_steps - 1) if self._num_steps else (0, 0)
+        self._is_padded = valid < self._last_size
 
     def seen(self, batches: Iterable[Any], at_once: int) -> Hashes:
         """Return a hash of each row of this rank's batches, without padding; `at_once` at the most wait for it."""
         made = bytearray()
-        steps, size = 0, self._dataset.rows_per_item
-        waiting: list[Any] = []
-        for batch in batches:
-            waiting.append(batch)
-            steps += 1
-            if len(waiting) >= min(at_once, _PART_ROWS // max(1, size)):
-                size, waiting = self._add(made, waiting), []
-        if waiting:
-            size = self._add(made, waiting)
+        steps, last = 0, None
+        batches, at_once = iter(batches), max(1, min(at_once, _PART_ROWS // self._dataset.rows_per_item))
+        while some := list(itertools.islice(batches, at_once)):
+            made += hash_rows(*some, leave_out=self._leave_out).tobytes()
+            steps, last = steps + len(some), some[-1]
         # the epoch's last batch ends in it, wherever batches are missing or double before that one
-        if self._is_padded and size == self._last_size and (steps >= self._num_steps or made[-16:-8] == made[-8:]):
+        is_at_end = self._is_padded and (steps >= self._num_steps or made[-16:-8] == made[-8:])
+        if is_at_end and last is not None and len(hash_rows(last, leave_out=self._leave_out)) == self._last_size:
             del made[-8:]
         return np.frombuffer(made, np.uint64)
-
-    def _add(self, made: bytearray, batches: list[Any]) -> int:
-        """Add hashes of rows; return how many rows the last batch has."""
-        num_rows = 0
-        for some in filter(None, (batches[:-1], batches[-1:])):
-            hashes = hash_rows(*some, leave_out=self._leave_out)
-            made += hashes.tobytes()
-            num_rows = len(hashes)
-        return num_rows
 
     def report(self, seen: Hashes, what: str) -> CoverageReport:
         """Return what all ranks find together."""
@@ -208,7 +194,7 @@ class _Check:
             expected = ranks.each(lambda: _totals(hashes for *_, hashes in self._in_files()), what)
             if not np.sum(ranks.gathered(_totals([seen]) - expected), axis=0, dtype=np.uint64).any():
                 return CoverageReport(name, self._num_rows, num_seen)
-        held = ranks.exchanged(ranks.each(self._held, what))
+        held = ranks.exchanged(ranks.each(lambda: _joined(hashes for *_, hashes in self._in_files()), what))
         seen = ranks.exchanged(seen)
         held.sort()
         seen.sort()
@@ -230,15 +216,6 @@ class _Check:
             name, self._num_rows, num_seen, num_dropped, num_missing, num_double, num_unknown,
             *(tuple(_chosen(places, one)) for one in wanted),
         )  # fmt: skip
-
-    def _held(self) -> Hashes:
-        """Return a hash of each row of this rank's row groups, in order."""
-        made = np.empty(sum(self._row_groups.row_counts[self._ranks.rank :: self._ranks.size]), np.uint64)
-        stop = 0
-        for *_, hashes in self._in_files():
-            start, stop = stop, stop + len(hashes)
-            made[start:stop] = hashes
-        return made
 
     def _in_files(self) -> Iterator[tuple[int, int, Hashes]]:
         """Yield row groups that are this rank's to read, in parts: its number, the first row, a hash of each row."""
@@ -281,8 +258,6 @@ class _Ranks:
         """Return what each rank gives."""
         if self._group is None:
             return [value]
-        import torch.distributed as dist
-
         made: list[Any] = [None] * self.size
         dist.all_gather_object(made, value, group=self._group)
         return made
@@ -291,8 +266,6 @@ class _Ranks:
         """Return this rank's part of the hashes that all ranks give: equal ones come to one rank."""
         if self._group is None:
             return hashes
-        import torch.distributed as dist
-
         owners = (hashes % np.uint64(self.size)).astype(np.uint32)
         sent = np.concatenate([hashes[owners == rank] for rank in range(self.size)]).view(np.int64)
         counts = np.bincount(owners, minlength=self.size).tolist()
@@ -300,12 +273,6 @@ class _Ranks:
         made = torch.empty(sum(received), dtype=torch.int64)
         dist.all_to_all_single(made, torch.from_numpy(sent), received, counts, group=self._group)
         return made.numpy().view(np.uint64)
-
-
-def _epoch(data: RowGroupDataset | DataLoader, dataset: RowGroupDataset) -> Iterator[Any]:
-    """Yield the batches of a whole epoch, and bring the dataset back to the position that it had."""
-    with dataset.set_aside():
-        yield from data
 
 
 def _totals(parts: Iterable[Hashes]) -> Hashes:
@@ -319,13 +286,17 @@ def _totals(parts: Iterable[Hashes]) -> Hashes:
 
 def _difference(these: Hashes, others: Hashes) -> Hashes:
     """Return what is in one sorted array beyond the other, as often as it is there more often."""
-    kept = [np.empty(0, np.uint64)]
+    kept = []
     for start in range(0, len(these), _BLOCK_ROWS):
         block = these[start : start + _BLOCK_ROWS]
         number = np.arange(start, start + len(block)) - np.searchsorted(these, block)  # among equals
         count = np.searchsorted(others, block, "right") - np.searchsorted(others, block)
         kept.append(block[number >= count])
-    return np.concatenate(kept)
+    return _joined(kept)
+
+
+def _joined(parts: Iterable[Hashes]) -> Hashes:
+    return np.concatenate([np.empty(0, np.uint64), *parts])
 
 
 def _chosen(places: list[_Found], wanted: Counter[int]) -> Iterator[Row]:

@@ -10,6 +10,7 @@ import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from bridge import distributed
-from bridge.distributed import resolve_rank
+from bridge.distributed import from_rank_0, resolve_rank
 from bridge.errors import RankError
-from bridge.loading.agreement import agree
-from bridge.loading.order import batch_rows
+from bridge.loading.order import Indices, Order, batch_rows, num_steps, padding
 from bridge.loading.place import Listing, Pass, Place
 from bridge.loading.stats import Traffic
 
@@ -30,7 +30,7 @@ _MOST_WORKERS = 1024
 _HEAD = 6  # epoch, consumed, canonical_world_size, rank, world_size, the worker whose turn it is
 _SLOT = 4  # of each worker: passes begun since the head was written, item and made of its Pass, digest of its data
 _UNSET = -1
-_POSITION = ("run", "pulled", "_digest", "_place", "_is_finished", "_pending", "_must_be", "_running", "_led")
+_POSITION = ("run", "pulled", "_place", "_is_finished", "_pending", "_running", "_led")
 
 
 class OrderedDataset(IterableDataset[Any]):
@@ -49,8 +49,9 @@ class OrderedDataset(IterableDataset[Any]):
     remedy = ""
 
     def __init__(
-        self, *, batch_size: int | None, shuffle: bool, shuffle_window: int, seed: int, drop_last: bool,
-        canonical_world_size: int | None, rank: int | None, world_size: int | None,
+        self, *, batch_size: int | None, seed: int, shuffle: bool = False, shuffle_window: int = 1,
+        drop_last: bool = False, canonical_world_size: int | None = None, rank: int | None = None,
+        world_size: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         check_sizes(batch_size=batch_size, shuffle_window=shuffle_window, canonical_world_size=canonical_world_size)
@@ -68,11 +69,9 @@ class OrderedDataset(IterableDataset[Any]):
         self.pulled = 0
         self._rank = rank
         self._world_size = world_size
-        self._digest: str | None = None  # of the data that the position is in
         self._place = Place(0)
         self._is_finished = False
         self._pending: Place | None = None  # where the next iteration begins, if that was said
-        self._must_be: str | None = None  # the digest of the data that this place is in, if a state said it
         self.run: Pass | None = None
         self._running: Pass | None = None  # begun, and neither over nor left
         self._led: Pass | None = None  # begun by `lead`, and not yet iterated over
@@ -80,16 +79,13 @@ class OrderedDataset(IterableDataset[Any]):
         self._shared = torch.zeros(_HEAD + _SLOT * _MOST_WORKERS, dtype=torch.int64).share_memory_()
         self._tell(self._place)
 
+    @cached_property
     def listing(self) -> Listing:
-        """Return what there is, looked up once; under a process group, all ranks call it together."""
+        """What there is, looked up once; under a process group, all ranks ask for it together."""
         raise NotImplementedError
 
     def _items(self, run: Pass) -> Iterator[Any]:
         """Yield the items of a pass."""
-        raise NotImplementedError
-
-    def _num_items(self, run: Pass) -> int:
-        """Return how many items a rank has from the place of a pass on."""
         raise NotImplementedError
 
     def _options(self) -> dict[str, Any]:
@@ -99,7 +95,38 @@ class OrderedDataset(IterableDataset[Any]):
     @property
     def rows_per_item(self) -> int:
         """How many positions of a rank one item takes."""
-        return 1
+        return (self.batch_size or 1) if self.makes_batches else 1
+
+    def num_items(self, run: Pass) -> int:
+        """Return how many items a rank has from the place of a pass on."""
+        # what is left out is whole batches, also where an item is none
+        size = (self.batch_size or 1) if self.drop_last else self.rows_per_item
+        return size // self.rows_per_item * num_steps(
+            self.listing.num_rows, batch_size=size, world_size=run.world_size, consumed=run.place.consumed,
+            drop_last=self.drop_last,
+        )  # fmt: skip
+
+    def batch_rows(self, run: Pass, step: int) -> tuple[int, int]:
+        """Return how many rows a batch of a pass has on a rank, and how many of them are real."""
+        return batch_rows(
+            step, self.listing.num_rows, batch_size=self.batch_size or 1, rank=run.rank, world_size=run.world_size,
+            consumed=run.place.consumed,
+        )  # fmt: skip
+
+    def _order(self, run: Pass) -> Order:
+        assert run.place.canonical_world_size is not None
+        return Order(
+            self.listing.row_counts, seed=self.seed, epoch=run.place.epoch, shuffle=self.shuffle,
+            shuffle_window=self.shuffle_window, canonical_world_size=run.place.canonical_world_size,
+        )  # fmt: skip
+
+    def _positions(self, run: Pass, rows: Indices) -> Indices:
+        """Return the positions of rows that are counted on a rank from the place of a pass on, padding included."""
+        rank, world_size, consumed = run.rank, run.world_size, run.place.consumed
+        positions: Indices = consumed + (rank - consumed) % world_size + rows * world_size
+        num_rows = self.listing.num_rows
+        positions[positions >= num_rows] = padding(num_rows, rank=rank, world_size=world_size)
+        return positions
 
     @property
     def traffic(self) -> Traffic:
@@ -117,7 +144,7 @@ class OrderedDataset(IterableDataset[Any]):
         An iteration that has begun goes on as it is.
         """
         if self._pending is None or self._pending.epoch != epoch:
-            self._set(Place(epoch))
+            self._set(Place(epoch, digest=self.run.place.digest if self.run else None))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: a few integers, and the digest of the data.
@@ -131,7 +158,7 @@ class OrderedDataset(IterableDataset[Any]):
                 "  Use bridge.DataLoader, whose state_dict() counts the batches that the training loop got."
             )
         order = {"seed": self.seed, "shuffle": self.shuffle, "shuffle_window": self.shuffle_window}
-        return {"format": STATE_FORMAT, "digest": self._digest, **order, **asdict(self._place)}
+        return {"format": STATE_FORMAT, **order, **asdict(self._place)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration begin where the state was taken.
@@ -152,13 +179,11 @@ class OrderedDataset(IterableDataset[Any]):
                     "  Make it with the same arguments, or begin an epoch without the state: set_epoch()."
                 )
         place = Place(**{field.name: state[field.name] for field in fields(Place)})
-        if self.canonical_world_size is not None and place.canonical_world_size not in (
-            None,
-            self.canonical_world_size,
-        ):
+        streams = self.canonical_world_size
+        if streams is not None and place.canonical_world_size not in (None, streams):
             raise ValueError(
                 f"the state was taken with canonical_world_size={place.canonical_world_size}; this dataset has "
-                f"{self.canonical_world_size}.\n  Leave it out, and the epoch goes on as it began."
+                f"{streams}.\n  Leave it out, and the epoch goes on as it began."
             )
         # JSON makes lists of tuples
         place = replace(
@@ -166,11 +191,11 @@ class OrderedDataset(IterableDataset[Any]):
             items=tuple((int(item), int(made)) for item, made in place.items),
             of_rank=None if place.of_rank is None else (place.of_rank[0], place.of_rank[1]),
         )
-        self._set(place, state["digest"])
+        self._set(place)
 
     def __len__(self) -> int:
         """Items of an epoch on each rank, wherever the position is; under a process group, all ranks call it."""
-        return self._num_items(Pass(Place(0), *self.rank_and_world_size()))
+        return self.num_items(Pass(Place(0), *self.rank_and_world_size()))
 
     def num_valid(self, step: int) -> int:
         """Return how many rows of a batch are real; those behind them repeat one, so that all ranks have as many.
@@ -179,10 +204,7 @@ class OrderedDataset(IterableDataset[Any]):
             step: Counted from where the iteration began, so from 0 after a resume.
         """
         run = self.run or Pass(self._pending or Place(0), *self.rank_and_world_size())
-        return batch_rows(
-            step, self.listing().num_rows, batch_size=self.batch_size or 1, rank=run.rank, world_size=run.world_size,
-            consumed=run.place.consumed,
-        )[1]  # fmt: skip
+        return self.batch_rows(run, step)[1]
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -210,8 +232,8 @@ class OrderedDataset(IterableDataset[Any]):
 
     def moved(self, run: Pass, items: int) -> None:
         """Note that the training loop has so many items of a pass, of all its workers together."""
-        num_rows = self.listing().num_rows
-        self._is_finished = items >= self._num_items(run)
+        num_rows = self.listing.num_rows
+        self._is_finished = items >= self.num_items(run)
         consumed = run.place.consumed + items * self.rows_per_item * run.world_size
         # what drop_last leaves out is done too
         self._place = replace(run.place, consumed=num_rows if self._is_finished else min(consumed, num_rows))
@@ -223,14 +245,14 @@ class OrderedDataset(IterableDataset[Any]):
 
     def finish(self, run: Pass) -> None:
         """Go on to the next epoch, where no other was chosen meanwhile."""
-        self._pending = self._pending or Place(run.place.epoch + 1)
+        self._pending = self._pending or Place(run.place.epoch + 1, digest=run.place.digest)
 
     def leave(self, run: Pass) -> None:
         """Note that the loop over a pass is over, or was left."""
         if self._running is run:
             self._running = None
             if self._pending is not None:
-                self._set(self._pending, self._must_be)
+                self._set(self._pending)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
@@ -262,12 +284,12 @@ class OrderedDataset(IterableDataset[Any]):
 
     def _begin(self, num_workers: int = 1) -> Pass:
         rank, world = self.rank_and_world_size()
-        listing = self.listing()
+        digest = self.listing.digest
         place = self._pending or Place(self._place.epoch + self._is_finished)
-        if self._must_be not in (None, listing.digest):
+        if place.digest not in (None, digest):
             raise ValueError(
-                f"the state was taken over other data than {self} holds now (digest {self._must_be}, not "
-                f"{listing.digest}).\n  Open the data that it was taken over, or begin an epoch: set_epoch()."
+                f"the state was taken over other data than {self} holds now (digest {place.digest}, not {digest}).\n"
+                "  Open the data that it was taken over, or begin an epoch: set_epoch()."
             )
         if place.items and len(place.items) != num_workers:
             raise ValueError(
@@ -280,15 +302,14 @@ class OrderedDataset(IterableDataset[Any]):
                 f"one item of one; this is rank {rank} of {world}.\n  Give each rank its own state, on as many ranks."
             )
         streams = place.canonical_world_size or self.canonical_world_size or world
-        place = replace(place, canonical_world_size=streams)
+        place = replace(place, canonical_world_size=streams, digest=digest)
         if (rank, world) == (distributed.rank(), distributed.world_size()):
             agree(f"an iteration over a {type(self).__name__}", {
-                **self._options(), "digest": listing.digest, "seed": self.seed, "shuffle": self.shuffle,
+                **self._options(), "digest": digest, "seed": self.seed, "shuffle": self.shuffle,
                 "shuffle_window": self.shuffle_window, "epoch": place.epoch, "consumed": place.consumed,
                 "canonical_world_size": streams,
             })  # fmt: skip
-        self._digest, self._pending, self._must_be = listing.digest, None, None
-        self._is_finished, self._place = False, place
+        self._pending, self._is_finished, self._place = None, False, place
         first = place.items[0] if place.items and num_workers == 1 else (0, 0)
         self.run = self._running = Pass(place, rank, world, item=first[0], made=first[1])
         return self.run
@@ -308,7 +329,7 @@ class OrderedDataset(IterableDataset[Any]):
 
     def _compare_data(self, run: Pass) -> None:
         """See that all workers have the same data, where each looked for itself."""
-        mine = int(self.listing().digest[:15], 16)
+        mine = int(self.listing.digest[:15], 16)
         # first say it, then look, so that of two workers one sees the other
         self._shared[_HEAD + _SLOT * run.worker + 3] = mine
         if any(other not in (0, mine) for other in self._shared[_HEAD + 3 :: _SLOT].tolist()):
@@ -321,10 +342,10 @@ class OrderedDataset(IterableDataset[Any]):
         """Return those given, or those that this process has now."""
         return resolve_rank(self._rank, self._world_size)
 
-    def _set(self, place: Place, must_be: str | None = None) -> None:
-        self._pending, self._must_be = place, must_be
+    def _set(self, place: Place) -> None:
+        self._pending = place
         if self._running is None or self._running.place == self._place:  # no loop stands elsewhere
-            self._place, self._digest, self._is_finished, self._led = place, must_be or self._digest, False, None
+            self._place, self._is_finished, self._led = place, False, None
         if self._running is None:
             self._tell(place)
 
@@ -342,7 +363,7 @@ class OrderedDataset(IterableDataset[Any]):
         if multiprocessing.context.get_spawning_popen() is None:
             return {**self.__dict__, "_led": None, "_running": None}
         # a worker has no process group, and cannot ask the other ranks
-        self.listing()
+        _ = self.listing
         rank, world = self.rank_and_world_size()
         return {**self.__dict__, "_led": None, "_running": None, "_rank": rank, "_world_size": world}
 
@@ -350,6 +371,15 @@ class OrderedDataset(IterableDataset[Any]):
         self.__dict__.update(state)
         if not self._shared.is_shared():
             self._shared = self._shared.clone().share_memory_()
+
+
+def agree(what: str, options: Mapping[str, Any]) -> None:
+    """Return when all ranks have begun `what` with the same options.
+
+    Raises:
+        RankError: A rank differs, or did not come; on every rank, naming the rank and the options.
+    """
+    from_rank_0(lambda: None, what=what, arguments={name: str(value) for name, value in options.items()})
 
 
 def check_sizes(**sizes: int | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NamedTuple
@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
+from bridge.loading.ahead import made_ahead, mapped_ahead
 from bridge.loading.form import Columns, Form, interleave, join, num_bytes, slice_rows
-from bridge.loading.order import Indices, Order, Share, Taken
-from bridge.loading.prefetch import made_ahead, mapped_ahead
+from bridge.loading.order import Indices, Order, Taken
 from bridge.loading.row_groups import RowGroups
 
 _READS = 3  # row groups at a time: bytes are read and checked, and rows moved, while others are decoded
@@ -27,7 +27,7 @@ _COLUMNS = 64  # of which it is known at a time that they are to be gathered
 
 
 class Batches:
-    """The batches of one rank's share of an epoch.
+    """The batches of one rank.
 
     Args:
         prefetch_bytes: How many bytes of decoded windows may wait.
@@ -38,24 +38,26 @@ class Batches:
         self._form = form
         self._prefetch_bytes = prefetch_bytes
 
-    def of(self, order: Order, share: Share, sizes: Iterable[int]) -> Generator[Columns]:
-        """Yield the columns of the next rows of a share, as many at a time as `sizes` tells."""
-        windows = self._windows(order.taken(share))
+    def of(
+        self, order: Order, sizes: Iterable[int], *, rank: int, world_size: int, consumed: int
+    ) -> Generator[Columns]:  # fmt: skip
+        """Yield the columns of the rank's next rows from a position on, as many at a time as `sizes` tells."""
+        windows = self._windows(order.taken(rank=rank, world_size=world_size, consumed=consumed))
         ahead = made_ahead(windows, lambda made: num_bytes(made[1]), self._prefetch_bytes)
-        streams = [_Stream(self._form.names) for _ in range(share.num_streams)]
+        streams = [_Stream(self._form.names) for _ in range(order.num_streams(world_size))]
         turn = 0
         try:
             for size in sizes:
                 parts = []
-                for offset in range(min(share.num_streams, size)):
-                    number = (turn + offset) % share.num_streams
-                    count = -(-(size - offset) // share.num_streams)
+                for offset in range(min(len(streams), size)):
+                    number = (turn + offset) % len(streams)
+                    count = -(-(size - offset) // len(streams))
                     while streams[number].num_rows < count:
                         taken, columns = next(ahead)
                         streams[taken.stream].add(columns, taken.num_rows)
                         del columns
                     parts.append(streams[number].take(count))
-                turn = (turn + size) % share.num_streams
+                turn = (turn + size) % len(streams)
                 yield parts[0] if len(parts) == 1 else interleave(parts, self._form.names, size)
         finally:
             ahead.close()
@@ -100,30 +102,19 @@ class _Wanted(NamedTuple):
 
 def _wanted(taken: Taken) -> _Wanted:
     window, order = taken.window, taken.window.permutation()
-    if order is None and taken.step == 1:
-        return _Wanted(list(_behind(taken)), None)
     if taken.num_rows == window.num_rows:
         return _Wanted([_Part(*piece) for piece in window.pieces], order)
-    order = (np.arange(window.num_rows) if order is None else order)[taken.offset :: taken.step]
+    chosen = (np.arange(window.num_rows) if order is None else order)[taken.offset :: taken.step]
     is_kept = np.zeros(window.num_rows, bool)
-    is_kept[order] = True
+    is_kept[chosen] = True
     parts, first = [], 0
     for piece in window.pieces:
         kept = np.flatnonzero(is_kept[first : first + piece.stop - piece.start])
         first += piece.stop - piece.start
         if len(kept):
-            parts.append(_Part(*piece, kept))
-    return _Wanted(parts, (np.cumsum(is_kept) - 1)[order])
-
-
-def _behind(taken: Taken) -> Iterator[_Part]:
-    """Yield the rows of a window that stay as they are, from the offset on."""
-    left_out = taken.offset
-    for piece in taken.window.pieces:
-        start = min(piece.start + left_out, piece.stop)
-        left_out -= start - piece.start
-        if start < piece.stop:
-            yield _Part(piece.group, start, piece.stop)
+            start, stop = piece.start + int(kept[0]), piece.start + int(kept[-1]) + 1
+            parts.append(_Part(piece.group, start, stop, None if len(kept) == stop - start else kept - kept[0]))
+    return _Wanted(parts, None if order is None else (np.cumsum(is_kept) - 1)[chosen])
 
 
 class _Stream:

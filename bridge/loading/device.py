@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -21,7 +21,7 @@ def pinned(batches: Iterator[Any]) -> Iterator[Any]:
 def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     """Yield the batches on a device; on a GPU, each is copied while the one before is computed with."""
     if device.type != "cuda":
-        return (marked._replace(batch=_moved(marked.batch, device)) for marked in batches)
+        return (_moved(marked, device) for marked in batches)
     return _copied_ahead(batches, device)
 
 
@@ -30,13 +30,17 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
 
     def start(marked: Any) -> tuple[Any, torch.cuda.Event]:
         with torch.cuda.stream(stream):
-            return marked._replace(batch=_moved(marked.batch, device)), stream.record_event()
+            return _moved(marked, device), stream.record_event()
 
     def wait(marked: Any, copied: torch.cuda.Event) -> Any:
         computing = torch.cuda.current_stream(device)
         computing.wait_event(copied)
-        _record(marked.batch, computing)
-        return marked
+
+        def record(values: torch.Tensor) -> torch.Tensor:
+            values.record_stream(computing)  # its memory is kept until what is computed with it is done
+            return values
+
+        return marked._replace(batch=_each(record, marked.batch))
 
     ahead = None
     for marked in batches:
@@ -48,26 +52,18 @@ def _copied_ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]
         yield wait(*ahead)
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device; what is no tensor stays."""
+def _moved(marked: Any, device: torch.device) -> Any:
+    return marked._replace(batch=_each(lambda values: values.to(device, non_blocking=True), marked.batch))
+
+
+def _each(call: Callable[[torch.Tensor], Any], batch: Any) -> Any:
+    """Return a batch with what `call` makes of its tensors; what is no tensor stays."""
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
+        return call(batch)
     if isinstance(batch, dict):
-        return {name: _moved(part, device) for name, part in batch.items()}
+        return {name: _each(call, part) for name, part in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_moved(part, device) for part in batch))
+        return type(batch)(*(_each(call, part) for part in batch))
     if isinstance(batch, list | tuple):
-        return type(batch)(_moved(part, device) for part in batch)
+        return type(batch)(_each(call, part) for part in batch)
     return batch
-
-
-def _record(batch: Any, stream: torch.cuda.Stream) -> None:
-    """Keep the memory of a batch until what `stream` computes with it is done."""
-    if isinstance(batch, torch.Tensor):
-        batch.record_stream(stream)
-    elif isinstance(batch, dict):
-        for part in batch.values():
-            _record(part, stream)
-    elif isinstance(batch, list | tuple):
-        for part in batch:
-            _record(part, stream)

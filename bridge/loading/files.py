@@ -8,6 +8,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import closing
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -19,10 +21,10 @@ from bridge.errors import RankError, VolumeError
 from bridge.loading.ahead import FetchedAhead
 from bridge.loading.cached import open_cache
 from bridge.loading.dataset import OrderedDataset, check_sizes
-from bridge.loading.order import Indices, Order, padding
+from bridge.loading.order import Order
 from bridge.loading.place import Listing, Pass
 from bridge.loading.stats import Traffic
-from bridge.volumes.cache import Epoch, Fetched, FileCache, UncachedError
+from bridge.volumes.cache import Epoch, Fetched, UncachedError
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.source import Found, open_source
 from bridge.volumes.storage import Storage
@@ -99,7 +101,7 @@ class UCVolumeDataset(OrderedDataset):
         timeout_s: float = 30.0,
     ) -> None:  # fmt: skip
         super().__init__(
-            batch_size=batch_size, shuffle=shuffle, shuffle_window=1, seed=seed, drop_last=drop_last,
+            batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last,
             canonical_world_size=canonical_world_size, rank=rank, world_size=world_size,
         )  # fmt: skip
         check_sizes(num_threads=num_threads, prefetch_files=prefetch_files, expected_files=expected_files)
@@ -117,8 +119,6 @@ class UCVolumeDataset(OrderedDataset):
         self._on_error = on_error
         self._expected_files = expected_files
         self._timeout_s = timeout_s
-        self._names: list[str] | None = None
-        self._listing: Listing | None = None
         self._held: Epoch | None = None  # what was handed out: kept for later epochs too, where it is not too much
         self._held_bytes = 0
         self._num_copied_bytes = self._num_cached_bytes = self._num_skipped = 0
@@ -131,21 +131,20 @@ class UCVolumeDataset(OrderedDataset):
         """What this process has read so far."""
         return Traffic(self._num_copied_bytes, self._num_cached_bytes, self._num_skipped)
 
+    @cached_property
     def listing(self) -> Listing:
-        """Return one row group of one row for each file.
+        """One row group of one row for each file.
 
         Raises:
             FileNotFoundError: There is no such folder.
             VolumeError: It holds no file, or another number than expected.
             RankError: A worker was made before the ranks had listed the files.
         """
-        if self._listing is None:
-            names = self._agreed_names()
-            digest = digest_bytes(b"\0".join(map(os.fsencode, names)))
-            self._names, self._listing = names, Listing(np.ones(len(names), np.int64), digest)
-        return self._listing
+        digest = digest_bytes(b"\0".join(map(os.fsencode, self._names)))
+        return Listing(np.ones(len(self._names), np.int64), digest)
 
-    def _agreed_names(self) -> list[str]:
+    @cached_property
+    def _names(self) -> list[str]:
         group = distributed.rank(), distributed.world_size()
         if group[1] == 1 or self.rank_and_world_size() != group:
             return self._found()
@@ -154,10 +153,9 @@ class UCVolumeDataset(OrderedDataset):
                 f"{self}: a worker cannot ask the other ranks which files there are.\n"
                 "  Call len(dataset) on every rank before the loader starts its workers, or use bridge.DataLoader."
             )
-        return from_rank_0(self._found, what=f"list the files of {self}", arguments=self._listed_by())
-
-    def _listed_by(self) -> dict[str, str]:
-        return {"pattern": str(self._pattern), "recursive": str(self._recursive), "expected": str(self._expected_files)}
+        chosen_by = {"pattern": self._pattern, "recursive": self._recursive, "expected": self._expected_files}
+        arguments = {name: str(value) for name, value in chosen_by.items()}
+        return from_rank_0(self._found, what=f"list the files of {self}", arguments=arguments)
 
     def _found(self) -> list[str]:
         storage = open_storage(self._path)
@@ -178,7 +176,7 @@ class UCVolumeDataset(OrderedDataset):
 
     def _listed(self, storage: Storage) -> list[str]:
         try:
-            return _list(storage, self._recursive, self._matches)
+            return files_under(open_source(storage), self._is_wanted)
         except FileNotFoundError as exc:
             raise FileNotFoundError(
                 f"there is no folder {self._path}.\n  Correct the path, or make the folder."
@@ -191,26 +189,23 @@ class UCVolumeDataset(OrderedDataset):
         expected = f", not {self._expected_files:,}," if self._expected_files else ""
         return f"{self._path} holds {count or 'no'} files{matching}{expected}"
 
-    def _matches(self, name: str) -> bool:
-        if self._pattern is None:
-            return True
-        return fnmatch.fnmatchcase(name if "/" in self._pattern else name.rpartition("/")[2], self._pattern)
+    def _is_wanted(self, found: Found) -> bool:
+        name = found.name.rpartition("/")[2]
+        if name.startswith((".", "_")) or found.is_loop:
+            return False
+        if found.is_folder:
+            return self._recursive and not found.problem
+        return self._pattern is None or fnmatch.fnmatchcase(found.name if "/" in self._pattern else name, self._pattern)
 
     def _options(self) -> dict[str, Any]:
         return {**super()._options(), "on_error": self._on_error}
 
-    def _num_items(self, run: Pass) -> int:
-        rest = max(0, self.listing().num_rows - run.place.consumed)
-        if not self.drop_last:
-            return -(-rest // run.world_size)
-        size = self.batch_size or 1
-        return rest // (size * run.world_size) * size
-
     def _items(self, run: Pass) -> Iterator[str]:
-        order, positions = self._positions(run)
-        cache = open_cache()
-        if self._cache_dir is not None:
-            cache = FileCache(self._cache_dir, max_bytes=cache.max_bytes)
+        # workers take whole batches in turn
+        items = np.arange(self.num_items(run))
+        mine = items[items // (self.batch_size or 1) % run.num_workers == run.worker][run.item :]
+        order, positions = self._order(run), self._positions(run, mine)
+        cache = open_cache(self._cache_dir)
         if self._held is not None and self._held_bytes > cache.max_bytes // 2:
             self._held.close()  # so that there is room for others
             self._held = None
@@ -218,42 +213,24 @@ class UCVolumeDataset(OrderedDataset):
             self._held, self._held_bytes = cache.epoch(), 0
         held = self._held
         names, storage = self._names, open_storage(self._path)
-        assert names is not None
 
         def find(index: int) -> Fetched:
             return held.find(storage, names[index])
 
         chosen: list[int] = order.rows_at(positions).tolist()
-        with FetchedAhead(
+        ahead = FetchedAhead(
             chosen, find, num_threads=self._num_threads, num_ahead=self._prefetch_files, at_first=self._last_threads
-        ) as ahead:
-            for index, position, result in zip(chosen, positions.tolist(), ahead.results(), strict=True):
+        )
+        with closing(ahead.results()) as results:
+            for index, position, result in zip(chosen, positions.tolist(), results, strict=True):
                 if isinstance(result, BaseException):
-                    if (
-                        self._on_error == "raise"
-                        or isinstance(result, UncachedError)
-                        or not isinstance(result, OSError)
-                    ):
+                    is_its_own = isinstance(result, OSError) and not isinstance(result, UncachedError)
+                    if self._on_error == "raise" or not is_its_own:
                         raise result
                     self._note_skipped(names[index], result)
                     result = self._stand_in(order, position, run, find)
                 yield self._note(result)
             self._last_threads = ahead.num_threads
-
-    def _positions(self, run: Pass) -> tuple[Order, Indices]:
-        """Return the order of a pass, and the positions in it that this worker takes, in turn."""
-        num_rows, place, size = self.listing().num_rows, run.place, self.batch_size or 1
-        assert place.canonical_world_size is not None
-        order = Order(
-            self.listing().row_counts, seed=self.seed, epoch=place.epoch, shuffle=self.shuffle, shuffle_window=1,
-            canonical_world_size=place.canonical_world_size,
-        )  # fmt: skip
-        items = np.arange(self._num_items(run))
-        mine = items[items // size % run.num_workers == run.worker][run.item :]
-        share = order.share(rank=run.rank, world_size=run.world_size, consumed=place.consumed)
-        positions: Indices = share.first + mine * run.world_size
-        positions[positions >= num_rows] = padding(num_rows, rank=run.rank, world_size=run.world_size)
-        return order, positions
 
     def _stand_in(self, order: Order, position: int, run: Pass, find: Callable[[int], Fetched]) -> Fetched:
         """Return what takes the place of a file that cannot be read: the last one before it of this rank's that can.
@@ -290,21 +267,20 @@ class UCVolumeDataset(OrderedDataset):
             warnings.warn(f"{self._path}/{name} is skipped: {error}{more}", stacklevel=2)
 
 
-def _list(storage: Storage, is_recursive: bool, matches: Callable[[str], bool]) -> list[str]:
-    """Return the names of the files in a storage that match, sorted by their bytes."""
-    source = open_source(storage)
+def files_under(source: Any, is_wanted: Callable[[Found], bool]) -> list[str]:
+    """Return the names of the files in a source that are wanted, sorted by their bytes, of folders that are wanted."""
     names: list[str] = []
 
     def list_folder(folder: str) -> list[Found]:
-        return [found for found in source.list(folder) if not found.name.rpartition("/")[2].startswith((".", "_"))]
+        return list(filter(is_wanted, source.list(folder)))
 
     with ThreadPoolExecutor(_LISTING_THREADS, "bridge-list") as threads:
         waiting: set[Future[list[Found]]] = {threads.submit(list_folder, "")}
         while waiting:
             done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             for found in (found for future in done for found in future.result()):
-                if found.is_folder and not found.problem:
-                    waiting |= {threads.submit(list_folder, found.name)} if is_recursive else set()
-                elif not found.is_folder and not found.is_loop and matches(found.name):
+                if found.is_folder:
+                    waiting.add(threads.submit(list_folder, found.name))
+                else:
                     names.append(found.name)
     return sorted(names, key=os.fsencode)

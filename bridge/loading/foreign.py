@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +13,12 @@ import pyarrow.parquet as pq
 
 from bridge.columns.rules import Policies, Rules
 from bridge.errors import CorruptFileError, SourceError, VolumeError
+from bridge.loading.files import files_under
 from bridge.loading.row_groups import ParquetRowGroups
 from bridge.manifest import RowGroup, Shard, chunk_range
 from bridge.volumes.commit import Attempt
 from bridge.volumes.digest import digest_bytes
-from bridge.volumes.source import FolderSource
+from bridge.volumes.source import FolderSource, Found
 from bridge.volumes.storage import with_retries
 
 _THREADS = 32  # they wait for the volume
@@ -46,7 +47,7 @@ def open_files(files: Sequence[Path], policies: Policies | None) -> ParquetRowGr
     """
     with ThreadPoolExecutor(min(_THREADS, len(files)), "bridge-footers") as threads:
         known = list(threads.map(lambda file: with_retries(lambda: _read_footer(file)), files))
-    schema = _plain(known[0].schema)
+    schema = plain(known[0].schema)
     for one in known[1:]:
         _check_columns(one, schema, files[0])
     root = os.path.commonpath([file.parent for file in files])
@@ -73,44 +74,39 @@ def find_files(folder: Path, *, are_columns_named: bool) -> list[Path]:
         SourceError: The folder is a Delta table, holds exports, or has columns in the names of its folders.
         VolumeError: A link leads to nothing, or something is neither a file nor a folder.
     """
-    found = sorted(_walk(FolderSource(folder), folder, "", are_columns_named))
-    if not found:
-        raise FileNotFoundError(f"{folder} holds no Parquet file (*.parquet).\n  Give the folder or the files that do.")
-    return found
 
-
-def _walk(source: FolderSource, root: Path, name: str, are_columns_named: bool) -> Iterator[Path]:
-    folder = root / name
-    try:
-        entries = list(source.list(name))
-    except NotADirectoryError as exc:
-        raise FileNotFoundError(f"{folder} is neither a folder nor a file that ends in .parquet.") from exc
-    for found in entries:
-        path = root / found.name
+    def is_wanted(found: Found) -> bool:
+        path = folder / found.name
         if path.name == "_delta_log":
             raise SourceError(
-                f"{folder} is a Delta table: its files also hold rows that were deleted or replaced.\n"
-                f"  Load it: bridge.load_table({str(folder)!r}).to_loader(...)."
+                f"{path.parent} is a Delta table: its files also hold rows that were deleted or replaced.\n"
+                f"  Load it: bridge.load_table({str(path.parent)!r}).to_loader(...)."
             )
         if path.name.startswith((".", "_")) or found.is_loop:
-            continue
+            return False
         if found.problem:
             raise VolumeError(f"{path} is {found.problem}.\n  Remove it, or give a list of the files to read.")
         if not found.is_folder:
-            if path.name.endswith((".parquet", ".parq")):
-                yield path
-            continue
+            return path.name.endswith((".parquet", ".parq"))
         if Attempt.parse(path.name) is not None:
             raise SourceError(
-                f"{folder} holds exports, of which each has all rows.\n"
-                f"  Give the folder of one: bridge.open_export({str(folder)!r}).path."
+                f"{path.parent} holds exports, of which each has all rows.\n"
+                f"  Give the folder of one: bridge.open_export({str(path.parent)!r}).path."
             )
         if "=" in path.name and not are_columns_named:
             raise SourceError(
-                f"{folder} has a column in the names of its folders ({path.name}), which is not in the files.\n"
+                f"{path.parent} has a column in the names of its folders ({path.name}), which is not in the files.\n"
                 "  Name the columns that are wanted of the files (columns= or features=), or load it through Spark."
             )
-        yield from _walk(source, root, found.name, are_columns_named)
+        return True
+
+    try:
+        found = sorted(folder / name for name in files_under(FolderSource(folder), is_wanted))
+    except NotADirectoryError as exc:
+        raise FileNotFoundError(f"{folder} is neither a folder nor a file that ends in .parquet.") from exc
+    if not found:
+        raise FileNotFoundError(f"{folder} holds no Parquet file (*.parquet).\n  Give the folder or the files that do.")
+    return found
 
 
 def _read_footer(path: Path) -> _Known:
@@ -147,7 +143,7 @@ def _row_group(group: Any) -> RowGroup:
     return RowGroup(group.num_rows, start, stop, "")
 
 
-def _plain(schema: pa.Schema) -> pa.Schema:
+def plain(schema: pa.Schema) -> pa.Schema:
     """Return a schema with the types that tables from Spark have, as far as they hold the same."""
     return pa.schema([pa.field(field.name, _plain_type(field.type), field.nullable) for field in schema])
 
@@ -170,7 +166,7 @@ def _plain_type(arrow: pa.DataType) -> pa.DataType:
 
 
 def _check_columns(one: _Known, schema: pa.Schema, first: Path) -> None:
-    found = _plain(one.schema)
+    found = plain(one.schema)
     if set(found.names) != set(schema.names):
         differ = sorted(set(found.names) ^ set(schema.names))
         raise SourceError(f"{one.shard.name} and {first} do not have the same columns: {', '.join(differ)}.")

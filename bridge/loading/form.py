@@ -146,7 +146,7 @@ class Form:
 
     def _converted(self, column: pa.ChunkedArray, field: pa.Field) -> Any:
         values = field_to_torch(column, field)
-        return _cloned(values) if self._is_shared else values
+        return copied(values) if self._is_shared else values
 
 
 class _Moves:
@@ -252,24 +252,25 @@ def _joined_bits(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _taken(column: pa.ChunkedArray, at: Indices) -> pa.ChunkedArray:
-    if column.num_chunks == 1:
-        return column.take(at)
-    large = _LARGE.get(column.type) if column.nbytes > _MOST_BYTES else None
+    large = _LARGE.get(column.type) if column.num_chunks > 1 and column.nbytes > _MOST_BYTES else None
     if large is None:
-        # each take would join them anew
-        return pa.chunked_array([column.combine_chunks()]).take(at)
+        return column.take(at)
     ends = np.cumsum(pc.binary_length(column).fill_null(0).to_numpy()[at], dtype=np.int64)
     parts = np.split(at, np.flatnonzero(np.diff(ends // _MOST_BYTES)) + 1)
     whole = column.cast(large).combine_chunks()
     return pa.chunked_array([whole.take(part).cast(column.type) for part in parts])
 
 
-def _cloned(values: Any) -> Any:
+def copied(values: Any) -> Any:
+    """Return the values of a column, or of several, with tensors in memory of their own."""
     if isinstance(values, dict):
-        return {name: _cloned(part) for name, part in values.items()}
+        return {name: copied(part) for name, part in values.items()}
     if isinstance(values, tuple):
-        return tuple(map(_cloned, values))
-    return values.clone() if isinstance(values, torch.Tensor) else values
+        return tuple(map(copied, values))
+    if isinstance(values, torch.Tensor):
+        # clone() waits for torch's threads, which other work may have
+        return torch.from_numpy(values.numpy().copy()) if values.layout is torch.strided else values.clone()
+    return values
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

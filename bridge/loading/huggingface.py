@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +15,9 @@ import torch
 from torch.utils.data import BatchSampler, SequentialSampler, default_collate
 
 from bridge.distributed import resolve_rank
-from bridge.loading.agreement import agree
-from bridge.loading.arrow_rows import Fetch, decodes, fetcher, own_tensors
-from bridge.loading.dataset import OrderedDataset
-from bridge.loading.order import Order, batch_rows, num_steps, padding, seed_of
+from bridge.loading.arrow_rows import Fetch, fetcher, own_tensors
+from bridge.loading.dataset import OrderedDataset, agree
+from bridge.loading.order import seed_of
 from bridge.loading.place import Listing, Pass
 from bridge.volumes.digest import digest_bytes
 
@@ -42,6 +42,7 @@ def open_huggingface(
         ValueError: Arguments exclude each other, or an iterable dataset is to be shuffled here.
     """
     import datasets
+    from datasets.features.features import require_decoding
 
     if isinstance(dataset, datasets.IterableDataset):
         if shuffle or sampler is not None or batch_sampler is not None:
@@ -49,7 +50,7 @@ def open_huggingface(
                 "an iterable dataset takes no shuffle, sampler or batch_sampler here.\n"
                 "  Use its own shuffle(buffer_size=...)."
             )
-        if collate_fn is None and dataset._formatting is None and decodes(dataset.features or {}):
+        if collate_fn is None and dataset._formatting is None and require_decoding(dataset.features or {}):
             collate_fn = default_collate
         return StreamBatches(dataset, collate_fn, batch_size=batch_size or 1, drop_last=drop_last, seed=seed)
     fetch = fetcher(dataset, collate_fn)
@@ -72,48 +73,18 @@ class RowBatches(OrderedDataset):
     def __init__(
         self, dataset: datasets.Dataset, fetch: Fetch, *, batch_size: int, shuffle: bool, seed: int, drop_last: bool
     ) -> None:
-        super().__init__(
-            batch_size=batch_size, shuffle=shuffle, shuffle_window=1, seed=seed, drop_last=drop_last,
-            canonical_world_size=None, rank=None, world_size=None,
-        )  # fmt: skip
+        super().__init__(batch_size=batch_size, shuffle=shuffle, seed=seed, drop_last=drop_last)
         self._fetch = fetch
-        self._rows = Listing(np.ones(len(dataset), np.int64), _digest(dataset))
+        self.listing = Listing(np.ones(len(dataset), np.int64), _digest(dataset))
 
     def __str__(self) -> str:
-        return f"a dataset of {self._rows.num_rows:,} rows"
-
-    @property
-    def rows_per_item(self) -> int:
-        """The rows of a batch."""
-        assert self.batch_size is not None
-        return self.batch_size
-
-    def listing(self) -> Listing:
-        """Return one row group of one row for each row."""
-        return self._rows
-
-    def _num_items(self, run: Pass) -> int:
-        return num_steps(
-            self._rows.num_rows, batch_size=self.rows_per_item, world_size=run.world_size, consumed=run.place.consumed,
-            drop_last=self.drop_last,
-        )  # fmt: skip
+        return f"a dataset of {self.listing.num_rows:,} rows"
 
     def _items(self, run: Pass) -> Iterator[Any]:
-        num_rows, size, place = self._rows.num_rows, self.rows_per_item, run.place
-        assert place.canonical_world_size is not None
-        order = Order(
-            self._rows.row_counts, seed=self.seed, epoch=place.epoch, shuffle=self.shuffle, shuffle_window=1,
-            canonical_world_size=place.canonical_world_size,
-        )  # fmt: skip
-        first = order.share(rank=run.rank, world_size=run.world_size, consumed=place.consumed).first
-        for step in itertools.islice(range(run.worker, self._num_items(run), run.num_workers), run.item, None):
-            num_here, valid = batch_rows(
-                step, num_rows, batch_size=size, rank=run.rank, world_size=run.world_size, consumed=place.consumed
-            )
-            positions = first + (step * size + np.arange(valid)) * run.world_size
-            if valid < num_here:
-                positions = np.append(positions, padding(num_rows, rank=run.rank, world_size=run.world_size))
-            yield self._fetch(order.rows_at(positions))
+        order = self._order(run)
+        for step in range(self.num_items(run))[run.worker :: run.num_workers][run.item :]:
+            rows = step * self.rows_per_item + np.arange(self.batch_rows(run, step)[0])
+            yield self._fetch(order.rows_at(self._positions(run, rows)))
 
 
 class SampledBatches(OrderedDataset):
@@ -127,14 +98,11 @@ class SampledBatches(OrderedDataset):
     remedy = RowBatches.remedy
 
     def __init__(self, dataset: datasets.Dataset, fetch: Fetch, batches: Any, *, seed: int) -> None:
-        super().__init__(
-            batch_size=None, shuffle=False, shuffle_window=1, seed=seed, drop_last=False, canonical_world_size=None,
-            rank=0, world_size=1,
-        )  # fmt: skip
+        super().__init__(batch_size=None, seed=seed, rank=0, world_size=1)
         self._fetch = fetch
         self._batches = batches
         self._sampler = getattr(batches, "sampler", batches)
-        self._listing = Listing((), _digest(dataset))
+        self.listing = Listing((), _digest(dataset))
 
     def __str__(self) -> str:
         return f"a dataset with a {type(self._sampler).__name__}"
@@ -143,24 +111,10 @@ class SampledBatches(OrderedDataset):
         """Batches of an epoch, where the sampler says how many."""
         return len(self._batches)
 
-    def listing(self) -> Listing:
-        """Return what tells the data from other data."""
-        return self._listing
-
     def num_valid(self, step: int) -> int:
-        """Refuse: what repeats rows is the sampler.
-
-        Raises:
-            TypeError: Always.
-        """
         raise TypeError("a sampler chooses the rows, and only it knows which are repeated; leave it out for num_valid.")
 
     def lead(self, num_workers: int = 0) -> Pass:
-        """Begin a pass.
-
-        Raises:
-            ValueError: Workers are to iterate, each of which asks a sampler of its own, and these might not agree.
-        """
         inner = self._sampler if type(self._batches) is BatchSampler else self._batches
         is_same = isinstance(inner, list | tuple | range | SequentialSampler) or hasattr(inner, "set_epoch")
         if num_workers and not (is_same or getattr(inner, "generator", inner) is None):
@@ -171,7 +125,6 @@ class SampledBatches(OrderedDataset):
         return super().lead(num_workers)
 
     def moved(self, run: Pass, items: int) -> None:
-        """Note that the training loop has so many batches."""
         self._place = replace(run.place, consumed=run.place.consumed + items)
         try:
             self._is_finished = self._place.consumed >= len(self._batches)
@@ -202,10 +155,7 @@ class StreamBatches(OrderedDataset):
         self, dataset: datasets.IterableDataset, collate: Callable[[Any], Any] | None, *, batch_size: int,
         drop_last: bool, seed: int,
     ) -> None:  # fmt: skip
-        super().__init__(
-            batch_size=batch_size, shuffle=False, shuffle_window=1, seed=seed, drop_last=drop_last,
-            canonical_world_size=None, rank=0, world_size=1,
-        )  # fmt: skip
+        super().__init__(batch_size=batch_size, seed=seed, drop_last=drop_last, rank=0, world_size=1)
         self._dataset = dataset
         self._collate = collate
 
@@ -215,32 +165,16 @@ class StreamBatches(OrderedDataset):
     def __len__(self) -> int:
         raise TypeError("an iterable dataset does not know how many rows it has.")
 
-    @property
-    def rows_per_item(self) -> int:
-        """The rows of a batch."""
-        assert self.batch_size is not None
-        return self.batch_size
-
     def num_valid(self, step: int) -> int:
-        """Refuse: nothing is padded.
-
-        Raises:
-            TypeError: Always.
-        """
         raise TypeError("batches of an iterable dataset hold no padding.")
 
+    @cached_property
     def listing(self) -> Listing:
-        """Return what tells the data from other data, as far as it is known without reading it: types and seeds."""
+        """What tells the data from other data, as far as it is known without reading it: types and seeds."""
         known = [repr(self._dataset.features), *_seeds(self._dataset._ex_iterable)]
         return Listing((), digest_bytes("\n".join(known).encode()))
 
     def lead(self, num_workers: int = 0) -> Pass:
-        """Begin a pass.
-
-        Raises:
-            ValueError: Workers or ranks would all get the same rows, or the position is none of this batch size.
-            RankError: Ranks would split rows that are shuffled differently, or other epochs.
-        """
         if num_workers:
             raise ValueError("an iterable dataset goes with num_workers=0 here: each worker would give all rows.")
         if resolve_rank()[1] > 1 and self._dataset._distributed is None:
@@ -249,13 +183,12 @@ class StreamBatches(OrderedDataset):
                 "  Split it: datasets.distributed.split_dataset_by_node(dataset, rank, world_size)."
             )
         run = super().lead()
-        agree(f"an iteration over {self}", {"digest": self.listing().digest, "epoch": run.place.epoch})
+        agree(f"an iteration over {self}", {"digest": run.place.digest, "epoch": run.place.epoch})
         if run.place.consumed % self.rows_per_item:
             raise ValueError(f"the state was taken after {run.place.consumed:,} rows; give the batch_size of then.")
         return run
 
     def moved(self, run: Pass, items: int) -> None:
-        """Note that the training loop has so many batches."""
         self._place = replace(run.place, consumed=run.place.consumed + items * self.rows_per_item)
 
     def _items(self, run: Pass) -> Iterator[Any]:

@@ -66,16 +66,6 @@ class Taken:
         return max(0, -(-(self.window.num_rows - self.offset) // self.step))
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one rank takes of an epoch, from a position on: `num_rows` rows, of `num_streams` streams in turn."""
-
-    first: int
-    world_size: int
-    num_streams: int
-    num_rows: int
-
-
 class Order:
     """The order of one epoch.
 
@@ -122,30 +112,29 @@ class Order:
                 yield Window(tuple(self._pieces(start, end)), start - begin, end - start, key)
             start, number = end, number + 1
 
-    def share(self, *, rank: int = 0, world_size: int = 1, consumed: int = 0) -> Share:
-        """Return what a rank takes of the positions from `consumed` on."""
-        first = consumed + (rank - consumed) % world_size
-        streams = self.canonical_world_size // gcd(self.canonical_world_size, world_size)
-        return Share(first, world_size, streams, max(0, -(-(self.num_rows - first) // world_size)))
+    def num_streams(self, world_size: int) -> int:
+        """Return of how many streams a rank takes rows, in turn."""
+        return self.canonical_world_size // gcd(self.canonical_world_size, world_size)
 
-    def taken(self, share: Share) -> Iterator[Taken]:
-        """Yield the windows of a share in the order in which they are needed; the first rows come first.
+    def taken(self, *, rank: int = 0, world_size: int = 1, consumed: int = 0) -> Iterator[Taken]:
+        """Yield the windows of a rank's positions from `consumed` on, as they are needed; the first rows come first.
 
-        Row j of the share is the next row of its stream j % num_streams.
+        Row j of these positions is the next row of the rank's stream j % num_streams.
         """
-        step = share.world_size // gcd(self.canonical_world_size, share.world_size)
+        first, num_streams = consumed + (rank - consumed) % world_size, self.num_streams(world_size)
+        step = world_size // gcd(self.canonical_world_size, world_size)
 
         def of_stream(number: int) -> Iterator[tuple[int, Taken]]:
-            row, stream = divmod(share.first + number * share.world_size, self.canonical_world_size)
+            row, stream = divmod(first + number * world_size, self.canonical_world_size)
             needed = number
             for window in self.windows(stream, row):
                 one = Taken(number, window, row - window.first, step)
                 if one.num_rows:  # a window may have fewer rows than a step
                     yield needed, one
                     row += one.num_rows * step
-                    needed += one.num_rows * share.num_streams
+                    needed += one.num_rows * num_streams
 
-        numbers = range(min(share.num_streams, share.num_rows))
+        numbers = range(min(num_streams, max(0, -(-(self.num_rows - first) // world_size))))
         for _, one in heapq.merge(*map(of_stream, numbers), key=lambda pair: pair[0]):
             yield one
 

@@ -16,12 +16,12 @@ from bridge.columns.rules import Policies, Rules
 from bridge.config import load_settings
 from bridge.display import did_you_mean, parse_bytes
 from bridge.errors import SourceNotFoundError
-from bridge.loading.cached import local_files, open_cache
+from bridge.loading.cached import local_paths, open_cache
 from bridge.loading.dataset import OrderedDataset
 from bridge.loading.decode import Batches
 from bridge.loading.foreign import find_files, open_files
 from bridge.loading.form import Columns, Form, join, last_row
-from bridge.loading.order import Order, batch_rows, num_steps, padding
+from bridge.loading.order import padding
 from bridge.loading.place import Listing, Pass
 from bridge.loading.row_groups import ExportedRowGroups, RowGroups
 from bridge.loading.stats import Traffic
@@ -83,8 +83,8 @@ class RowGroupDataset(OrderedDataset):
                 if name not in opened.schema.names:
                     raise SourceNotFoundError(f"no column {name!r} in {self}.{did_you_mean(name, opened.schema.names)}")
             opened = opened.narrowed(self._columns)
-        form = Form(opened.schema, self._features, self._label, self._dtype)
-        return opened if form.features is None else opened.narrowed(form.needed)
+        needed = Form(opened.schema, self._features, self._label, self._dtype).needed
+        return opened if needed == opened.schema.names else opened.narrowed(needed)
 
     @cached_property
     def form(self) -> Form:
@@ -110,29 +110,14 @@ class RowGroupDataset(OrderedDataset):
         """What this process has read so far."""
         return Traffic(volume_bytes=self.row_groups.bytes_read)
 
-    @property
-    def rows_per_item(self) -> int:
-        """The rows of a batch."""
-        assert self.batch_size is not None
-        return self.batch_size
-
-    def listing(self) -> Listing:
-        """Return the rows of each row group."""
-        return self._listing
-
     @cached_property
-    def _listing(self) -> Listing:
+    def listing(self) -> Listing:
+        """The rows of each row group."""
         return Listing(self.row_groups.row_counts, self.row_groups.digest)
 
     def _options(self) -> dict[str, Any]:
         schema = self.form.features or self.schema.names
         return {**super()._options(), "columns": schema, "label": self._label, "dtype": self._dtype}
-
-    def _num_items(self, run: Pass) -> int:
-        return num_steps(
-            self._listing.num_rows, batch_size=self.rows_per_item, world_size=run.world_size,
-            consumed=run.place.consumed, drop_last=self.drop_last,
-        )  # fmt: skip
 
     def _items(self, run: Pass) -> Iterator[Any]:
         names_files = any(mark_of(field) == "cached_file" for field in self.schema)
@@ -142,45 +127,32 @@ class RowGroupDataset(OrderedDataset):
 
     def _columns_of(self, run: Pass) -> Iterator[Columns]:
         """Yield the columns of this worker's batches, padded so that those of all ranks have as many rows."""
-        num_rows, place, size = self._listing.num_rows, run.place, self.rows_per_item
-        assert place.canonical_world_size is not None
-        order = Order(
-            self._listing.row_counts, seed=self.seed, epoch=place.epoch, shuffle=self.shuffle,
-            shuffle_window=self.shuffle_window, canonical_world_size=place.canonical_world_size,
-        )  # fmt: skip
-        steps = range(run.item * run.num_workers + run.worker, self._num_items(run))
+        order, size = self._order(run), self.rows_per_item
+        steps = range(run.item * run.num_workers + run.worker, self.num_items(run))
         if not steps:
             return
         # only the last batch may be short
-        last_size, last_valid = batch_rows(
-            steps[-1], num_rows, batch_size=size, rank=run.rank, world_size=run.world_size, consumed=place.consumed
-        )
-        consumed = place.consumed + steps[0] * size * run.world_size
-        share = order.share(rank=run.rank, world_size=run.world_size, consumed=consumed)
+        last_size, last_valid = self.batch_rows(run, steps[-1])
+        ranks = {"rank": run.rank, "world_size": run.world_size}
+        consumed = run.place.consumed + steps[0] * size * run.world_size
         sizes = [*(size for _ in steps[:-1]), *([last_valid] if last_valid else [])]
         batches = Batches(self.row_groups, self.form, prefetch_bytes=self._prefetch_bytes)
-        with closing(batches.of(order, share, sizes)) as made:
-            row: Columns | None = None
+        with closing(batches.of(order, sizes, consumed=consumed, **ranks)) as made:
             for step in steps:
-                is_last = step == steps[-1]
-                columns = next(made) if last_valid or not is_last else None
-                if columns is None:
-                    columns = row or batches.row(order, padding(num_rows, rank=run.rank, world_size=run.world_size))
-                elif is_last and last_valid < last_size:
+                columns = next(made, None)
+                if columns is None:  # no row is left for this rank
+                    columns = batches.row(order, padding(order.num_rows, **ranks))
+                elif step == steps[-1] and last_valid < last_size:
                     columns = join([columns, last_row(columns)], self.form.names)
-                elif not last_valid and step == steps[-1] - 1:
-                    row = last_row(columns)  # now, since the training step may write into the batch
                 if (step - run.worker) % run.num_workers == 0:
                     yield columns
 
     def _with_copies(self, columns: Columns, files: Epoch) -> Columns:
         """Return the columns with paths of local copies in those that name files."""
-        made = list(columns)
-        for index, field in enumerate(self.schema):
-            if mark_of(field) == "cached_file":
-                rows = pa.Table.from_arrays([made[index]], schema=pa.schema([field]))
-                made[index] = local_files(rows, files).column(0)
-        return made
+        return [
+            local_paths(column, field.name, files) if mark_of(field) == "cached_file" else column
+            for field, column in zip(self.schema, columns, strict=True)
+        ]
 
 
 class ParquetDataset(RowGroupDataset):

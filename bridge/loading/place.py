@@ -30,7 +30,8 @@ class Place:
 
     Where a wrapper does not make one item of one, `items` tells for each worker how many items of the dataset under it
     are done since `consumed`, and how many were made of the next ones; `next_worker` is the one whose turn it is, and
-    `of_rank` tells the rank and the world_size, for which alone this holds.
+    `of_rank` tells the rank and the world_size, for which alone this holds. `digest` is that of the data, where it is
+    known.
     """
 
     epoch: int
@@ -39,6 +40,7 @@ class Place:
     items: tuple[tuple[int, int], ...] = ()
     next_worker: int = 0
     of_rank: tuple[int, int] | None = None
+    digest: str | None = None
 
 
 @dataclass(frozen=True)

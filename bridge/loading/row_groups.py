@@ -94,18 +94,15 @@ class ParquetRowGroups:
 
     @property
     def schema(self) -> pa.Schema:
-        """The types after all policies."""
         schema = self.rules.schema
         return schema if self._columns is None else pa.schema([schema.field(name) for name in self._columns])
 
     @cached_property
     def row_counts(self) -> list[int]:
-        """The rows of each row group."""
         return [shard.row_groups[index].num_rows for shard, index in self._places]
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of files that this process has read."""
         return self._memory.num_bytes_read
 
     @property
@@ -184,11 +181,8 @@ class ParquetRowGroups:
                 "  Restore the file, or export again with reuse=False."
             ) from exc
         try:
-            now = os.fstat(file)
-            if shard.name in self._times and (now.st_size, now.st_mtime_ns) != (
-                shard.num_bytes,
-                self._times[shard.name],
-            ):
+            now, mtime_ns = os.fstat(file), self._times.get(shard.name)
+            if mtime_ns is not None and (now.st_size, now.st_mtime_ns) != (shard.num_bytes, mtime_ns):
                 raise CorruptFileError(
                     f"{path} was written again since this was opened.\n  Open it anew, and begin the epoch again."
                 )
@@ -219,12 +213,10 @@ class CollectedRowGroups:
 
     @property
     def schema(self) -> pa.Schema:
-        """The types of the rows."""
         return self.table.schema
 
     @property
     def row_counts(self) -> list[int]:
-        """The rows of each row group."""
         rows = self.table.num_rows
         return [min(_GROUP_ROWS, rows - start) for start in range(0, rows, _GROUP_ROWS)]
 
@@ -242,7 +234,6 @@ class CollectedRowGroups:
         return self.table.slice(index * _GROUP_ROWS, _GROUP_ROWS)
 
     def narrowed(self, columns: Sequence[str]) -> CollectedRowGroups:
-        """Return the same row groups with these columns alone."""
         return CollectedRowGroups(self.table.select(columns))
 
 
@@ -289,8 +280,8 @@ class _Memory:
         finally:
             self._free.append(region)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _like, (self._place, self._num_bytes)
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_free": [], "_counts": {}}
 
 
 def _region(num_bytes: int) -> pa.Buffer:
@@ -299,12 +290,6 @@ def _region(num_bytes: int) -> pa.Buffer:
     except MemoryError:
         # the file is larger than memory: no room is set aside for pages that are never touched
         return pa.py_buffer(mmap.mmap(-1, num_bytes, flags=_UNRESERVED))
-
-
-def _like(place: int, num_bytes: int) -> _Memory:
-    memory = _Memory([])
-    memory._place, memory._num_bytes = place, num_bytes
-    return memory
 
 
 def _ranges(footer: Any, index: int, names: Sequence[str]) -> list[tuple[int, int]]:

@@ -70,18 +70,13 @@ def _column(parts: list[Any], name: str, leave_out: Collection[str]) -> Hashes:
     first = parts[0]
     if len(parts) > 1 and all(_is_plain(part) and part.dtype == first.dtype for part in parts):
         bits = torch.cat([part.detach().cpu().view(_INTEGERS[part.element_size()]) for part in parts])
-        return _dense(bits, _salt(name, f"{_kind(first)} []"))
+        return _dense(bits, _salt(name, f"{first.dtype} []"))
     return np.concatenate([_hashed(part, name) for part in parts])
 
 
 def _is_plain(values: Any) -> bool:
     """Return whether it is a tensor of one number for each row."""
-    return (
-        isinstance(values, torch.Tensor)
-        and values.layout is torch.strided
-        and values.dim() == 1
-        and not values.is_complex()
-    )
+    return isinstance(values, torch.Tensor) and values.layout is torch.strided and values.dim() == 1
 
 
 def _hashed(values: Any, path: str) -> Hashes:
@@ -90,7 +85,7 @@ def _hashed(values: Any, path: str) -> Hashes:
         return mix(_sum(_hashed(part, f"{path}\0{name}") for name, part in values.items()) ^ _salt(path, "dict"))
     if isinstance(values, tuple | list) and len(values) == 2 and isinstance(values[0], torch.Tensor):
         elements, offsets = values
-        return _jagged(elements, offsets, _salt(path, f"offsets {_kind(elements)}"))
+        return _jagged(elements, offsets, _salt(path, f"offsets {elements.dtype}"))
     if isinstance(values, list):
         return mix(_objects(values, path) ^ _salt(path, "list"))
     if not isinstance(values, torch.Tensor):
@@ -100,16 +95,14 @@ def _hashed(values: Any, path: str) -> Hashes:
         )
     values = values.detach().cpu()
     if values.is_nested:
-        return _jagged(values.values(), values.offsets(), _salt(path, f"nested {_kind(values)}"))
+        return _jagged(values.values(), values.offsets(), _salt(path, f"nested {values.dtype}"))
     if values.is_sparse:
-        return _sparse(values.coalesce(), _salt(path, f"sparse {_kind(values)}"))
-    return _dense(values, _salt(path, f"{_kind(values)} {list(values.shape[1:])}"))
+        return _sparse(values.coalesce(), _salt(path, f"sparse {values.dtype}"))
+    return _dense(values, _salt(path, f"{values.dtype} {list(values.shape[1:])}"))
 
 
 def _dense(values: torch.Tensor, salt: np.uint64 = np.uint64(0)) -> Hashes:  # noqa: B008 - a number
     """Return a hash of each row of a tensor."""
-    if values.is_complex():
-        values = torch.view_as_real(values)
     size = values.element_size()
     bits = values.contiguous().view(_INTEGERS[size]).numpy().view(_UNSIGNED[size])
     if bits.ndim == 1:
@@ -160,10 +153,6 @@ def _objects(values: list[Any], path: str) -> Hashes:
     # pandas hashes None as the text "None", and b"a" as "a"; categorize would cut texts at "\0"
     hashes: Hashes = hash_array(np.array(values, dtype=object), categorize=False)
     return hashes ^ mix(kinds)
-
-
-def _kind(values: torch.Tensor) -> str:
-    return str(values.dtype)
 
 
 @functools.lru_cache(4096)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,26 +16,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from bridge.loading.ahead import FetchedAhead
-from bridge.loading.prefetch import _Ahead, mapped_ahead
+from bridge.loading.ahead import FetchedAhead, _Ahead, mapped_ahead
 
 
 def test_threads_that_waited_for_room_all_begin_again_when_there_is_room() -> None:
-    is_first_done, all_begin = threading.Event(), threading.Barrier(8)
+    all_begin = threading.Barrier(8)
     num_ahead = 16
 
     def fetch(item: int) -> int:
         if item == 0:
-            is_first_done.wait(20)
+            while ahead._idle < 7:
+                time.sleep(0.001)
         elif item > num_ahead:
             all_begin.wait(5)
         return item
 
-    with FetchedAhead(range(num_ahead + 9), fetch, num_threads=8, num_ahead=num_ahead, at_first=8) as ahead:
-        while ahead._idle < 7:
-            pass
-        is_first_done.set()
-        assert list(ahead.results()) == list(range(num_ahead + 9))
+    ahead = FetchedAhead(range(num_ahead + 9), fetch, num_threads=8, num_ahead=num_ahead, at_first=8)
+    assert list(ahead.results()) == list(range(num_ahead + 9))
 
 
 def test_what_was_forked_has_no_thread_to_wait_for() -> None:

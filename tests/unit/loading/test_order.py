@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bridge.loading.order import Order, Share, batch_rows, num_steps, padding
+from bridge.loading.order import Order, batch_rows, num_steps, padding
 
 counts = st.lists(st.integers(0, 40), max_size=20)
 worlds = st.integers(1, 9)
@@ -38,11 +38,12 @@ def rows_in_order(order: Order) -> list[Row]:
     return [streams[position % size][position // size] for position in range(order.num_rows)]
 
 
-def rows_of_share(order: Order, share: Share) -> list[Row]:
-    """Return the rows of a share, as its windows give them; they come when a row of theirs is needed, in that order."""
+def rows_of_rank(order: Order, rank: int, world_size: int, consumed: int = 0) -> list[Row]:
+    """Return the rows of a rank, as its windows give them; they come when a row of theirs is needed, in that order."""
     streams: dict[int, list[Row]] = {}
-    for taken in order.taken(share):
-        firsts = [len(streams.get(stream, [])) * share.num_streams + stream for stream in range(share.num_streams)]
+    num_streams = order.num_streams(world_size)
+    for taken in order.taken(rank=rank, world_size=world_size, consumed=consumed):
+        firsts = [len(streams.get(stream, [])) * num_streams + stream for stream in range(num_streams)]
         assert taken.stream == firsts.index(min(firsts))
         read = [(piece.group, row) for piece in taken.window.pieces for row in range(piece.start, piece.stop)]
         permutation = taken.window.permutation()
@@ -50,7 +51,8 @@ def rows_of_share(order: Order, share: Share) -> list[Row]:
         mine = rows[taken.offset :: taken.step]
         assert len(mine) == taken.num_rows
         streams.setdefault(taken.stream, []).extend(mine)
-    return [streams[row % share.num_streams][row // share.num_streams] for row in range(share.num_rows)]
+    num_rows = sum(map(len, streams.values()))
+    return [streams[row % num_streams][row // num_streams] for row in range(num_rows)]
 
 
 @given(counts, worlds, st.booleans(), windows, seeds, epochs)
@@ -116,10 +118,9 @@ def test_a_rank_has_the_positions_that_are_its_own_from_any_position_on(
     consumed = data.draw(st.integers(0, order.num_rows))
     rows = rows_in_order(order)
     for rank in range(world_size):
-        share = order.share(rank=rank, world_size=world_size, consumed=consumed)
         mine = [rows[position] for position in range(consumed, order.num_rows) if position % world_size == rank]
-        assert rows_of_share(order, share) == mine
-        assert share.num_streams == streams // gcd(streams, world_size)
+        assert rows_of_rank(order, rank, world_size, consumed) == mine
+    assert order.num_streams(world_size) == streams // gcd(streams, world_size)
 
 
 @given(counts, worlds, st.integers(1, 10), st.booleans(), st.data())
@@ -161,7 +162,7 @@ def test_with_a_fixed_number_of_streams_each_step_has_the_same_rows_on_every_wor
     found = []
     for world_size in (1, 2, 4, 8):
         size = batch // world_size
-        ranks = [rows_of_share(order, order.share(rank=rank, world_size=world_size)) for rank in range(world_size)]
+        ranks = [rows_of_rank(order, rank, world_size) for rank in range(world_size)]
         steps = num_steps(order.num_rows, batch_size=size, world_size=world_size, consumed=0, drop_last=False)
         found.append([Counter(r for rows in ranks for r in rows[k * size : (k + 1) * size]) for k in range(steps)])
 
@@ -174,7 +175,7 @@ def test_little_is_read_twice(row_counts: list[int], streams: int, world_size: i
     order = Order(row_counts, canonical_world_size=streams, shuffle=True, shuffle_window=50)
     read = 0
     for rank in range(world_size):
-        for taken in order.taken(order.share(rank=rank, world_size=world_size)):
+        for taken in order.taken(rank=rank, world_size=world_size):
             read += len(taken.window.pieces)
 
     pieces = len(row_counts) + streams - 1
