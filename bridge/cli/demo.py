@@ -99,16 +99,14 @@ def _clock() -> Any:
 
 
 def _make_table(spark: SparkSession, warehouse: Path) -> int:
-    from bridge.spark.engines.sail import SailEngine
+    from bridge.spark.engines.sail import EMBEDDED
     from bridge.spark.names import sql_string
 
     flights = _read_flights()
     folder = warehouse / "main" / "demo"
     # made before the engine is told of it: it may be told a link instead, which has to lead somewhere
     folder.mkdir(parents=True, exist_ok=True)
-    spark.sql(
-        f"CREATE SCHEMA IF NOT EXISTS main.demo LOCATION {sql_string(SailEngine(is_here=True).spark_path(folder))}"
-    )
+    spark.sql(f"CREATE SCHEMA IF NOT EXISTS main.demo LOCATION {sql_string(EMBEDDED.spark_path(folder))}")
     spark.createDataFrame(flights).write.format("delta").saveAsTable(_NAME)
     return int(flights.num_rows)
 

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from bridge.display import did_you_mean
 from bridge.errors import SourceError
 
-_PART = re.compile(r"`((?:[^`]|``)+)`|([^`.]+)")
+_PART = r"`(?:[^`]|``)+`|[^`.]+"
+_NAME = re.compile(rf"(?:{_PART})(?:\.(?:{_PART})){{0,2}}")
 
 
 def parse_name(text: str) -> tuple[str, ...]:
@@ -19,29 +20,14 @@ def parse_name(text: str) -> tuple[str, ...]:
     """
     if re.match(r"\s*(select|with)\s", text, re.IGNORECASE):
         raise SourceError("the source is a query; give a table's name, or pass the DataFrame of spark.sql(...).")
-    parts: list[str] = []
-    position = 0
-    while True:
-        match = _PART.match(text, position)
-        if match is None:
-            break
-        parts.append(match.group(1).replace("``", "`") if match.group(1) else match.group(2))
-        position = match.end()
-        if position == len(text):
-            break
-        if text[position] != ".":
-            raise _bad_name(text)
-        position += 1
-    if position != len(text) or text.endswith(".") or not 1 <= len(parts) <= 3 or any(not p.strip() for p in parts):
-        raise _bad_name(text)
+    parts = re.findall(_PART, text) if _NAME.fullmatch(text) else []
+    parts = [part[1:-1].replace("``", "`") if part.startswith("`") else part for part in parts]
+    if not parts or not all(part.strip() for part in parts):
+        raise SourceError(
+            f"{text!r} is no table name.\n"
+            "  Give table, schema.table or catalog.schema.table; put a part that holds a dot in backticks."
+        )
     return tuple(parts)
-
-
-def _bad_name(text: str) -> SourceError:
-    return SourceError(
-        f"{text!r} is no table name.\n"
-        "  Give table, schema.table or catalog.schema.table; put a part that holds a dot in backticks."
-    )
 
 
 def quote(name: str) -> str:

@@ -145,13 +145,11 @@ class ConnectServer:
 
     remote: str = field(repr=False)  # may hold a token
     process: SparkProcess
-    keeps_log: bool
 
     def stop(self) -> None:
-        """End the server; its scratch folder goes with it, and its log unless a folder was named for it."""
+        """End the server; its scratch folder and its log go with it."""
         self.process.stop()
-        if not self.keeps_log:
-            self.process.log.unlink(missing_ok=True)
+        self.process.log.unlink(missing_ok=True)
 
 
 def serve(
@@ -163,16 +161,15 @@ def serve(
     remote: str,
     scratch: Path,
     timeout_s: float,
-    log_folder: Path | None = None,
 ) -> ConnectServer:
     """Start a server and return when it listens on `port` of 127.0.0.1.
 
-    Its log goes into `log_folder` and stays; by default into the temporary folder, where it stays if the start fails.
+    Its log goes into the temporary folder, where it stays if the start fails.
 
     Raises:
         EngineUnavailableError: It ended, or did not listen within `timeout_s`.
     """
-    handle, log = tempfile.mkstemp(prefix="bridge-server-", suffix=".log", dir=log_folder)
+    handle, log = tempfile.mkstemp(prefix="bridge-server-", suffix=".log")
     os.close(handle)
     process = SparkProcess.start(command, name=name, environment=environment, log=Path(log), scratch=scratch)
     try:
@@ -180,7 +177,7 @@ def serve(
     except BaseException:
         process.stop()
         raise
-    return ConnectServer(remote, process, keeps_log=log_folder is not None)
+    return ConnectServer(remote, process)
 
 
 def find_java() -> Path:
