@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -118,21 +118,12 @@ class Rules:
     @property
     def categories(self) -> dict[str, list[str]]:
         """The dictionaries, by column."""
-        found = {}
-        for name, policies in self.policies.items():
-            for policy in policies:
-                if isinstance(policy, Dictionary):
-                    found[name] = policy.values or []
-        return found
+        return {name: policy.values or [] for name, policy in self._dictionaries()}
 
     @property
     def unbound(self) -> list[str]:
         """The columns whose dictionaries are not known yet."""
-        return [
-            name
-            for name, policies in self.policies.items()
-            if any(isinstance(policy, Dictionary) and policy.values is None for policy in policies)
-        ]
+        return [name for name, policy in self._dictionaries() if policy.values is None]
 
     def fulfils(self, asked: Rules) -> bool:
         """Return whether these are the rules `asked`, with dictionaries that it leaves open."""
@@ -152,25 +143,25 @@ class Rules:
         Raises:
             PolicyError: A column holds more than a million values.
         """
-        found: dict[str, pa.Array] = {}
-        if not self.unbound:
+        found = {name: pa.array([], pa.string()) for name in self.unbound}
+        if not found:
             return self
         before = self._before_dictionaries()
         for table in rows():
             made = before.apply(table.select(before.source.names))
-            for name, column in ((name, made.column(name)) for name in self.unbound):
-                known = pc.unique(column).drop_null() if name not in found else None
-                both = known if known is not None else pc.unique(pa.chunked_array([found[name], *column.chunks]))
-                found[name] = both.drop_null()
-                if len(found[name]) > _MOST_VALUES:
+            for name, known in found.items():
+                values = pc.unique(pa.chunked_array([known, *made.column(name).chunks])).drop_null()
+                found[name] = values
+                if len(values) > _MOST_VALUES:
                     raise PolicyError(
                         f"column {name!r} holds more than {_MOST_VALUES:,} values, too many for dictionary().\n"
                         "  Hash or encode it in Spark."
                     )
-        values = {name: sorted(found[name].to_pylist()) if name in found else [] for name in self.unbound}
         policies = {
             name: tuple(
-                Dictionary(values[name]) if isinstance(policy, Dictionary) and policy.values is None else policy
+                Dictionary(sorted(found[name].to_pylist()))
+                if isinstance(policy, Dictionary) and policy.values is None
+                else policy
                 for policy in policies
             )
             for name, policies in self.policies.items()
@@ -196,6 +187,10 @@ class Rules:
                     "  Rename one in a DataFrame, and load that."
                 )
         return pa.Table.from_arrays([column for _, column in made], schema=pa.schema([field for field, _ in made]))
+
+    def _dictionaries(self) -> Iterator[tuple[str, Dictionary]]:
+        for name, policies in self.policies.items():
+            yield from ((name, policy) for policy in policies if isinstance(policy, Dictionary))
 
     def _before_dictionaries(self) -> Rules:
         """Return the rules that give the columns which are to have dictionaries, and need no other columns."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -15,29 +13,14 @@ from bridge.errors import TableTooLargeError, VolumeError
 from bridge.progress import progress_bar
 from bridge.spark.read import stream_batches
 from bridge.spark.source import Source
-from bridge.tables.prepare import Prepared, prepare
+from bridge.tables.prepare import Prepared
 from bridge.tables.publish import bind, export_folder, write_export
-from bridge.tables.ranks import shared
 from bridge.tables.receipt import make_receipt
-from bridge.tables.replay import with_replay
 from bridge.tables.table import Table
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
 
 # Batches as servers send them are small; they are joined to pieces of this size while they arrive, so that no moment
 # needs the whole table twice.
 _PIECE_BYTES = 32 << 20
-
-
-def load_for_all(name: str, arguments: Mapping[str, Any], spark: SparkSession | None, **options: Any) -> Table:
-    """Prepare and fetch, once for all ranks of a process group.
-
-    Args:
-        name: The function that was called, and `arguments` what with; but for the session, which rank 0 alone needs.
-        options: What goes to `prepare` beside them.
-    """
-    return shared(lambda: with_replay(prepare, fetch, spark=spark, **arguments, **options), name, arguments)
 
 
 def fetch(prepared: Prepared) -> Table:
