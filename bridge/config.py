@@ -185,11 +185,7 @@ def load_settings(*, profile: str | None = None, **keywords: object) -> Settings
 
 
 def profiles() -> dict[str, Path]:
-    """Return the profiles that can be named, in order of name, with the file that each would be read from.
-
-    Raises:
-        ConfigError: BRIDGE_CONF does not name a folder.
-    """
+    """Return the profiles that can be named, in order of name, with the file that each would be read from."""
     found: dict[str, Path] = {}
     for folder in _conf_folders():
         for path in folder.glob("*.yaml"):

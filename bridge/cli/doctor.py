@@ -181,20 +181,10 @@ def _local_spark() -> Check:
 
     try:
         spark_home()
-        java = find_java()
+        java, version = find_java()
     except (bridge.MissingDependencyError, bridge.EngineUnavailableError) as exc:
         return _failed("local[*]", exc, "absent")
-    return Check("local[*]", "ok", f"the full pyspark, and Java {_java_version(java)} at {java}")
-
-
-def _java_version(java: Path) -> str:
-    """Read the version from the file `release` that a JDK or JRE keeps; `find_java` has found it new enough."""
-    try:
-        lines = (java.resolve().parents[1] / "release").read_text().splitlines()
-    except OSError:
-        return "17 or newer"
-    versions = [line.partition("=")[2].strip('"') for line in lines if line.startswith("JAVA_VERSION=")]
-    return versions[0] if versions else "17 or newer"
+    return Check("local[*]", "ok", f"the full pyspark, and Java {version} at {java}")
 
 
 def _delta_jars(spark_jars: str | None) -> Check:

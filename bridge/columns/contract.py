@@ -165,11 +165,7 @@ def _feature(arrow: pa.DataType) -> str | None:
 
 
 def conform(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
-    """Return `table` in exactly the types of `schema`, column by column in order; nothing is rounded or wrapped.
-
-    Raises:
-        LossyConversionError: A value does not fit its type.
-    """
+    """Return `table` in exactly the types of `schema`, column by column in order; nothing is rounded or wrapped."""
     if table.schema.equals(schema):
         return table
     columns = []

@@ -42,11 +42,7 @@ class Policy:
 
     @staticmethod
     def from_json(body: dict[str, Any]) -> Policy:
-        """Return the policy that a receipt tells of.
-
-        Raises:
-            PolicyError: This version knows none of that name.
-        """
+        """Return the policy that a receipt tells of."""
         values = dict(body)
         known = {policy.name: policy for policy in Policy.__subclasses__()}
         kind = known.get(values.pop("policy"))

@@ -78,11 +78,7 @@ class Rules:
 
     @classmethod
     def choose_for_files(cls, source: pa.Schema, given: Policies | None) -> Rules:
-        """Return the rules for rows that Spark has written.
-
-        Raises:
-            PolicyError: As in `choose`; or a policy is one of Spark's.
-        """
+        """Return the rules for rows that Spark has written."""
         if any(by_spark(given)):
             raise PolicyError("drop_nulls() and to_json() are done by Spark: export the table with them.")
         return cls.choose(source, given)
@@ -138,11 +134,7 @@ class Rules:
         )
 
     def bound(self, rows: Callable[[], Iterable[pa.Table]]) -> Rules:
-        """Return the rules with dictionaries that hold what occurs in the rows, in the order of code points.
-
-        Raises:
-            PolicyError: A column holds more than a million values.
-        """
+        """Return the rules with dictionaries that hold what occurs in the rows, in the order of code points."""
         found = {name: pa.array([], pa.string()) for name in self.unbound}
         if not found:
             return self
@@ -204,11 +196,7 @@ class Rules:
 
 
 def _checked(given: Any) -> dict[Any, tuple[Policy, ...]]:
-    """Return the policies that were given for each column or type.
-
-    Raises:
-        PolicyError: They are none, or a key is not one.
-    """
+    """Return the policies that were given for each column or type."""
     if not isinstance(given or {}, Mapping):
         raise PolicyError(f'policies is {given!r}; give a dict: {{"column": bridge.fill(0)}}.')
     return {key: _checked_one(key, value) for key, value in (given or {}).items()}
@@ -227,11 +215,7 @@ def _checked_one(key: Any, value: Any) -> tuple[Policy, ...]:
 
 
 def by_spark(given: Policies | None) -> tuple[list[str], list[str]]:
-    """Return the columns of which Spark is to drop NULL rows, and those which it is to turn to JSON.
-
-    Raises:
-        PolicyError: One of these policies is given for a type.
-    """
+    """Return the columns of which Spark is to drop NULL rows, and those which it is to turn to JSON."""
     drop: list[str] = []
     to_json: list[str] = []
     for key, policies in _checked(given).items():

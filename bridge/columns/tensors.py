@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 
 def require_torch() -> None:
-    """Import torch.
-
-    Raises:
-        MissingDependencyError: It is not installed.
-    """
+    """Import torch; where it is not installed, say what brings it."""
     try:
         import torch  # noqa: F401
     except ImportError as exc:

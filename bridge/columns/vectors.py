@@ -33,11 +33,7 @@ def take_apart(column: pa.ChunkedArray) -> tuple[Numbers, Numbers, Numbers, Numb
 
 
 def dense_vectors(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
-    """Return pyspark.ml's vectors as lists of float64.
-
-    Raises:
-        LossyConversionError: They would take more than 1 GiB.
-    """
+    """Return pyspark.ml's vectors as lists of float64."""
     lengths, rows, places, values = take_apart(column)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
     if bounds[-1] > _MOST_ELEMENTS:

@@ -101,9 +101,6 @@ def compare_versions(spark: SparkSession, remote: str) -> None:
 
     Spark promises that a client works with servers of its version and newer ones. Sail names the version it stands for,
     and Databricks' client looks for itself.
-
-    Raises:
-        EngineUnavailableError: The server is of an older major version.
     """
     from pyspark import __version__ as ours
 

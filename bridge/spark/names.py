@@ -13,11 +13,7 @@ _NAME = re.compile(rf"(?:{_PART})(?:\.(?:{_PART})){{0,2}}")
 
 
 def parse_name(text: str) -> tuple[str, ...]:
-    """Split `catalog.schema.table` into one to three parts; a part in backticks may hold dots and doubled backticks.
-
-    Raises:
-        SourceError: It is a query, a part is empty, a backtick is unbalanced, or there are more than three parts.
-    """
+    """Split `catalog.schema.table` into one to three parts; a part in backticks may hold dots and doubled backticks."""
     if re.match(r"\s*(select|with)\s", text, re.IGNORECASE):
         raise SourceError("the source is a query; give a table's name, or pass the DataFrame of spark.sql(...).")
     parts = re.findall(_PART, text) if _NAME.fullmatch(text) else []

@@ -10,7 +10,7 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bridge.errors import EngineError, PolicyError, SourceError, SourceNotFoundError
+from bridge.errors import PolicyError, SourceError, SourceNotFoundError
 from bridge.spark.arrow import arrow_schema
 from bridge.spark.channel import answer_within, is_refused
 from bridge.spark.engines import Engine, Pin
@@ -333,23 +333,21 @@ def _time_travel(name: str, version: int | None, timestamp: str | None) -> Itera
     asked = "newest version" if timestamp is None else f"timestamp {timestamp!r}"
     asked = asked if version is None else f"version {version}"
     try:
-        with translated(name):
+        with quiet():
             yield
-    except EngineError as exc:
-        cause = exc.__cause__
-        if not isinstance(cause, PySparkException):
-            raise
-        failure = classify(cause)
+    except PySparkException as exc:
+        failure = classify(exc)
         if failure is Failure.NO_TABLE:
             raise SourceNotFoundError(
-                f"{name} is no Delta table: {reason(cause)}\n"
+                f"{name} is no Delta table: {reason(exc)}\n"
                 "  Give the folder that holds _delta_log; read other files with spark.read and pass the DataFrame."
-            ) from cause
+            ) from exc
         if failure is Failure.NO_VERSION:
-            raise SourceNotFoundError(f"{name} has no {asked}: {reason(cause)}") from cause
+            raise SourceNotFoundError(f"{name} has no {asked}: {reason(exc)}") from exc
         if failure is Failure.NO_TIME_TRAVEL:
-            raise SourceError(f"{name} cannot be read as of {asked}: {reason(cause)}") from cause
-        raise
+            raise SourceError(f"{name} cannot be read as of {asked}: {reason(exc)}") from exc
+        with translated(name):
+            raise
 
 
 def _choose_columns(have: list[str], asked: Sequence[str] | None, name: str) -> tuple[str, ...]:

@@ -111,7 +111,6 @@ class _Shards:
         """Write what is left. There is a file even where there are no rows."""
         if self._pending or not self.names:
             self._write_row_group()
-        self.close()
 
     def close(self) -> None:
         """Close the file that is open."""

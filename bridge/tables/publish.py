@@ -42,11 +42,7 @@ _DESCRIBING_THREADS = 16
 
 
 def export_folder(root: Place, name: str) -> Place:
-    """Return the folder under `root` for the exports of the table of that name.
-
-    Raises:
-        VolumeError: `root` has a name that readers would expand.
-    """
+    """Return the folder under `root` for the exports of the table of that name."""
     refuse_glob(root)
     # Names of tables may hold anything; engines agree on few characters of a path.
     digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
@@ -192,11 +188,7 @@ def bind(folder: Path, manifest: Manifest, rules: Rules) -> Rules:
 
 
 def _seen(folder: Path, written: Written, schema: pa.Schema, name: str, show: bool | None) -> tuple[Shard, ...]:
-    """Describe the shards as they come to be seen, until they hold all rows; delete what is no part of them.
-
-    Raises:
-        ExportError: They hold other rows than were written, or none is seen.
-    """
+    """Describe the shards as they come to be seen, until they hold all rows; delete what is no part of them."""
     known: dict[str, Shard] = {}
     total = None if written.names is None else len(written.names)
     bar = progress_bar(f"check {name}", total=total, unit=" shards", enabled=show)

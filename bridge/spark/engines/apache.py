@@ -92,9 +92,6 @@ def delta_conf(spark_jars: str | None) -> dict[str, str]:
     Args:
         spark_jars: A folder of jars, a comma-separated list of jars, or Maven coordinates, which Spark then downloads:
             "io.delta:delta-spark_4.2_2.13:4.4.0".
-
-    Raises:
-        ConfigError: The folder or a jar is missing, or delta-spark is not among them.
     """
     if not spark_jars:
         return {}

@@ -180,12 +180,8 @@ def serve(
     return ConnectServer(remote, process)
 
 
-def find_java() -> Path:
-    """Return the `java` that Spark will run: the one in JAVA_HOME, else the first in PATH.
-
-    Raises:
-        EngineUnavailableError: There is none, or it is older than Java 17.
-    """
+def find_java() -> tuple[Path, str]:
+    """Return the `java` that Spark will run, the one in JAVA_HOME, else the first in PATH, and its version."""
     home = os.environ.get("JAVA_HOME")
     found = (home and shutil.which("java", path=os.path.join(home, "bin"))) or shutil.which("java")
     if not found:
@@ -201,7 +197,7 @@ def find_java() -> Path:
         raise EngineUnavailableError(_java_message(f"{found} -version named no version"))
     if int(version[2]) < MIN_JAVA_VERSION:
         raise EngineUnavailableError(_java_message(f"{found} is version {version[1]}"))
-    return Path(found)
+    return Path(found), version[1]
 
 
 def _java_message(what_was_seen: str) -> str:
@@ -212,11 +208,7 @@ def _java_message(what_was_seen: str) -> str:
 
 
 def spark_home() -> Path:
-    """Return the folder of the installed pyspark, which holds Spark's programs in `bin` and its jars.
-
-    Raises:
-        MissingDependencyError: pyspark is not installed, or is the client alone.
-    """
+    """Return the folder of the installed pyspark, which holds Spark's programs in `bin` and its jars."""
     spec = importlib.util.find_spec("pyspark")
     if spec is not None and spec.origin is not None:
         home = Path(spec.origin).parent
@@ -231,15 +223,11 @@ def spark_home() -> Path:
 
 
 def spark_environment() -> dict[str, str]:
-    """Return our environment as one of Spark's programs should see it: this pyspark, this Python, the checked Java.
-
-    Raises:
-        EngineUnavailableError: There is no fitting Java.
-        MissingDependencyError: The full pyspark is not installed.
-    """
+    """Return our environment as one of Spark's programs should see it: this pyspark, this Python, the checked Java."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_CALLERS_OWN)}
+    java, _ = find_java()
     # Spark takes JAVA_HOME even where no java is in it.
-    if find_java().parent != Path(environment.get("JAVA_HOME", "")) / "bin":
+    if java.parent != Path(environment.get("JAVA_HOME", "")) / "bin":
         environment.pop("JAVA_HOME", None)
     return environment | {"SPARK_HOME": str(spark_home()), "PYSPARK_PYTHON": sys.executable}
 

@@ -94,12 +94,7 @@ EMBEDDED = SailEngine(is_here=True)
 
 
 def start_server(warehouse: Path) -> ConnectServer:
-    """Start the embedded engine, which ends with this process, and return when it answers.
-
-    Raises:
-        EngineUnavailableError: The folder of the warehouse cannot be made, or the server did not start.
-        MissingDependencyError: pysail is not installed.
-    """
+    """Start the embedded engine, which ends with this process, and return when it answers."""
     if not is_installed("pysail"):
         raise MissingDependencyError(
             "the embedded engine needs pysail, which is not installed.\n"
