@@ -7,13 +7,14 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.errors import EngineUnavailableError, MissingDependencyError, VolumeError
-from bridge.spark.channel import import_client, in_thread, is_installed
+from bridge.spark.channel import import_client, is_installed
 from bridge.spark.engines import Pin
 from bridge.spark.engines.log import ASKED, pin_from_log
 from bridge.spark.engines.process import ConnectServer, free_port, serve
@@ -117,8 +118,9 @@ def start_server(warehouse: Path) -> ConnectServer:
         "RUST_LOG": "error",
     }
     port = free_port()
-    # The client takes longer to import than the server to start.
-    in_thread(import_client, "bridge-import")
+    # The client takes longer to import than the server to start. Nothing else of pyspark may be imported first: two
+    # threads that come to its modules by different ways fail.
+    threading.Thread(target=import_client, name="bridge-import", daemon=True).start()
     return serve(
         [sys.executable, "-m", "pysail", "spark", "server", "--ip", "127.0.0.1", "--port", str(port)],
         name="the embedded engine (Sail)",
