@@ -116,8 +116,6 @@ class Cast(Policy):
 
 @dataclass(frozen=True, repr=False)
 class Fill(Policy):
-    """A value in the place of NULL."""
-
     name = "fill"
     value: Any
 
@@ -137,8 +135,6 @@ class Fill(Policy):
 
 @dataclass(frozen=True, repr=False)
 class Mask(Policy):
-    """A second, boolean column that says which values are there; 0, False or "" in the place of NULL."""
-
     name = "mask"
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
@@ -152,22 +148,16 @@ class Mask(Policy):
 
 @dataclass(frozen=True, repr=False)
 class DropNulls(Policy):
-    """No rows where the column is NULL: Spark leaves them out before bytes move."""
-
     name = "drop_nulls"
 
 
 @dataclass(frozen=True, repr=False)
 class ToJson(Policy):
-    """JSON text in the place of a struct, map, array or variant: Spark writes it."""
-
     name = "to_json"
 
 
 @dataclass(frozen=True, repr=False)
 class Dictionary(Policy):
-    """Codes of text: Arrow's dictionary type, with one dictionary for the whole table, sorted by code point."""
-
     name = "dictionary"
     values: list[str] | None = None
 
@@ -188,8 +178,6 @@ class Dictionary(Policy):
 
 @dataclass(frozen=True, repr=False)
 class Flatten(Policy):
-    """A column for each field of a struct, named `struct.field`."""
-
     name = "flatten"
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
@@ -202,8 +190,6 @@ class Flatten(Policy):
 
 @dataclass(frozen=True, repr=False)
 class FixedSize(Policy):
-    """Arrays of exactly `size` elements."""
-
     name = "fixed_size"
     size: int
 
