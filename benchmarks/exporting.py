@@ -56,18 +56,14 @@ def _remote(engine: str, folder: Path) -> Iterator[str]:
         from bridge.spark.engines.apache import start_server
 
         server = start_server("local-cluster[2,1,1024]", spark_jars=os.environ.get("BRIDGE_SPARK_JARS"))
-        try:
-            yield server.remote
-        finally:
-            server.stop()
-        return
-    from bridge.spark.engines.sail import EmbeddedSail
+    else:
+        from bridge.spark.engines import sail
 
-    sail = EmbeddedSail(folder / "warehouse")
-    sail.open()
-    server = sail._server
-    assert server is not None
-    yield server.remote
+        server = sail.start_server(folder / "warehouse")
+    try:
+        yield server.remote
+    finally:
+        server.stop()
 
 
 def _compare_times(report: Report, spark: Any, engine: str, table: str, folder: Path, rounds: int) -> None:

@@ -48,10 +48,6 @@ def data_folder() -> Path:
     return _xdg_folder("XDG_DATA_HOME", ".local/share")
 
 
-def _cache_folder() -> Path:
-    return _xdg_folder("XDG_CACHE_HOME", ".cache")
-
-
 def _xdg_folder(variable: str, fallback: str) -> Path:
     value = os.environ.get(variable, "")
     # the XDG Base Directory Specification: a relative path in these variables is to be ignored
@@ -84,7 +80,9 @@ class Settings(BaseModel):
     client_max_bytes: int | None = Field(
         None, description="The most that a whole-table hand-off of an export may hold. None: decided from free memory."
     )
-    cache_dir: Path = Field(default_factory=_cache_folder, description="Local copies of files on volumes.")
+    cache_dir: Path = Field(
+        default_factory=lambda: _xdg_folder("XDG_CACHE_HOME", ".cache"), description="Local copies of files on volumes."
+    )
     cache_max_bytes: int = Field(50 * 1024**3, description="The most that cache_dir may hold.")
     progress: bool | None = Field(None, description="Whether long work is shown. None: where someone can see it.")
 
@@ -98,7 +96,7 @@ class Settings(BaseModel):
     @field_validator("remote", mode="before")
     @classmethod
     def _check_remote(cls, value: object) -> object:
-        if value is None or (isinstance(value, str) and _REMOTE.fullmatch(value)):
+        if isinstance(value, str) and _REMOTE.fullmatch(value):
             return value
         # the value is left out: it may hold a token
         raise ValueError(f"remote is not of a known form; give one of {', '.join(_REMOTE_FORMS)}.")
@@ -106,8 +104,6 @@ class Settings(BaseModel):
     @field_validator("warehouse", "volume_root", "cache_dir", mode="before")
     @classmethod
     def _check_path(cls, value: object, info: ValidationInfo) -> object:
-        if value is None:
-            return None
         if isinstance(value, str | Path) and "://" not in str(value):
             return _absolute(value)
         raise ValueError(f"{info.field_name} is {value!r}; give the path of a folder.")
@@ -115,8 +111,6 @@ class Settings(BaseModel):
     @field_validator("spark_jars", mode="before")
     @classmethod
     def _check_jars(cls, value: object) -> object:
-        if value is None:
-            return None
         if not isinstance(value, str | Path):
             raise ValueError(f"spark_jars is {value!r}; give a folder or a comma-separated list of jars.")
         jars = [jar.strip() for jar in str(value).split(",") if jar.strip()]
@@ -126,25 +120,21 @@ class Settings(BaseModel):
     @field_validator("volume", mode="before")
     @classmethod
     def _check_volume(cls, value: object) -> object:
-        if value is None:
-            return None
         if isinstance(value, str | Path):
-            return os.path.expanduser(value) if isinstance(value, str) else str(value)
+            return os.path.expanduser(str(value))
         raise ValueError(f"volume is {value!r}; give /Volumes/<catalog>/<schema>/<volume> or the path of a folder.")
 
     @field_validator("max_bytes", "client_max_bytes", "cache_max_bytes", mode="before")
     @classmethod
     def _check_bytes(cls, value: object, info: ValidationInfo) -> object:
-        return None if value is None else parse_bytes(value, name=str(info.field_name))
+        return parse_bytes(value, name=str(info.field_name))
 
     @field_validator("progress", mode="before")
     @classmethod
     def _check_progress(cls, value: object) -> object:
-        if value is None or isinstance(value, bool):
-            return value
         known = {"true": True, "1": True, "false": False, "0": False}
-        if isinstance(value, str) and value.lower() in known:
-            return known[value.lower()]
+        if isinstance(value, bool) or (isinstance(value, str) and value.lower() in known):
+            return known[str(value).lower()]
         raise ValueError(f"progress is {value!r}; give true or false.")
 
     def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
@@ -195,11 +185,7 @@ def load_settings(*, profile: str | None = None, **keywords: object) -> Settings
 
 
 def profiles() -> dict[str, Path]:
-    """Return the profiles that can be named, in order of name, with the file that each would be read from.
-
-    Raises:
-        ConfigError: BRIDGE_CONF does not name a folder.
-    """
+    """Return the profiles that can be named, in order of name, with the file that each would be read from."""
     found: dict[str, Path] = {}
     for folder in _conf_folders():
         for path in folder.glob("*.yaml"):
@@ -307,32 +293,21 @@ def collect_ceiling(settings: Settings, num_processes: int = 1) -> int:
 
 def available_memory() -> int:
     """Return the bytes of memory that this process may still take: the machine's, or less in a container."""
-    available = _meminfo_available() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    limit, used = (_read_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    free_kib = _kernel_number("/proc/meminfo", "MemAvailable:")  # None: not Linux
+    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    available = half if free_kib is None else free_kib * 1024
+    limit, used = (_kernel_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if limit is None or used is None:
         return available
-    return max(0, min(available, limit - used + _reclaimable()))
+    # the kernel drops what a container's memory holds of files when the room is needed
+    reclaimable = _kernel_number("/sys/fs/cgroup/memory.stat", "inactive_file ") or 0
+    return max(0, min(available, limit - used + reclaimable))
 
 
-def _reclaimable() -> int:
-    """Return what a container's memory holds of files that the kernel drops when the room is needed."""
+def _kernel_number(path: str, name: str = "") -> int | None:
+    """Return the number of the line that begins with `name`; None where there is no such file or number."""
     try:
-        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        found = re.search(rf"^{name}\s*(\d+)", Path(path).read_text(), re.MULTILINE)
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("inactive_file ")), 0)
-
-
-def _meminfo_available() -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _read_number(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):  # no such limit
-        return None
+    return int(found[1]) if found else None

@@ -91,11 +91,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, body: dict[str, Any], where: Path) -> Manifest:
-        """Return the manifest that `body`, the marker of the folder `where`, holds.
-
-        Raises:
-            ExportError: It was written in a format that this version does not read.
-        """
+        """Return the manifest that `body`, the marker of the folder `where`, holds."""
         if body.get("format_version") != FORMAT_VERSION:
             raise ExportError(
                 f"{where} has manifest format {body.get('format_version')!r}; this version reads {FORMAT_VERSION}.\n"

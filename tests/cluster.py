@@ -63,7 +63,6 @@ def standalone_cluster(spark_jars: str | None = None) -> Iterator[str]:
             master,
             spark_jars=spark_jars,
             warehouse=folder / "warehouse",
-            log_folder=folder,
             extra_conf={
                 "spark.driver.host": HOST,
                 "spark.driver.bindAddress": HOST,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from bridge.cli.options import ProfileOption
+from bridge.cli import options
 from bridge.cli.screen import print_table
 from bridge.display import format_bytes, format_count, format_seconds, plain_table
 from bridge.errors import VolumeError
@@ -21,7 +21,7 @@ app = typer.Typer(no_args_is_help=True, help="Local copies of files on volumes."
 
 
 @app.command("ls")
-def show(profile: ProfileOption = None) -> None:
+def show(profile: options.Profile = None) -> None:
     """Show what the cache holds, by the folder that the files are from."""
     with _opened(profile) as cache:
         files = list(cache.entries())
@@ -33,7 +33,7 @@ def show(profile: ProfileOption = None) -> None:
 
 
 @app.command("clear")
-def clear(profile: ProfileOption = None) -> None:
+def clear(profile: options.Profile = None) -> None:
     """Delete the copies that no process uses. The files themselves stay."""
     with _opened(profile) as cache:
         cleared = cache.clear()

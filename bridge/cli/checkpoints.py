@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bridge.cli.options import ProfileOption, choose_profile
+from bridge.cli import options
 from bridge.cli.screen import print_table, shown_age
 from bridge.display import format_bytes, format_count, plain_table
 
@@ -24,11 +24,11 @@ PathArgument = Annotated[str, typer.Argument(metavar="PATH", help="That folder, 
 
 
 @app.command("ls")
-def ls(root: RootArgument, profile: ProfileOption = None) -> None:
+def ls(root: RootArgument, profile: options.Profile = None) -> None:
     """Show the checkpoints in a folder, newest first, and what writers left."""
     from bridge.checkpoints.inventory import list_checkpoints
 
-    choose_profile(profile)
+    options.choose_profile(profile)
     found = list_checkpoints(root)
     rows = (
         [
@@ -43,12 +43,12 @@ def ls(root: RootArgument, profile: ProfileOption = None) -> None:
 
 
 @app.command("show")
-def show(path: PathArgument, profile: ProfileOption = None) -> None:
+def show(path: PathArgument, profile: options.Profile = None) -> None:
     """Show every entry of one checkpoint, the newest where a folder holds several."""
     from bridge.checkpoints.opened import open_checkpoint
     from bridge.errors import CheckpointError
 
-    choose_profile(profile)
+    options.choose_profile(profile)
     opened = open_checkpoint(path)
     if opened.index is None:
         raise CheckpointError(
@@ -74,11 +74,11 @@ def show(path: PathArgument, profile: ProfileOption = None) -> None:
 
 
 @app.command("verify")
-def verify(path: PathArgument, profile: ProfileOption = None) -> None:
+def verify(path: PathArgument, profile: options.Profile = None) -> None:
     """Read every byte of a checkpoint, and compare it with what was written. Exit status 1 where it is not whole."""
     from bridge.checkpoints.inventory import verify_checkpoint
 
-    choose_profile(profile)
+    options.choose_profile(profile)
     damaged = verify_checkpoint(path)
     if not damaged:
         print(f"{path}: all as written")
@@ -92,12 +92,12 @@ def verify(path: PathArgument, profile: ProfileOption = None) -> None:
 def convert(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A folder, or a .pt or .pth file of torch.save.")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="A folder, or a new .pt, .pth or .safetensors file.")],
-    profile: ProfileOption = None,
+    profile: options.Profile = None,
 ) -> None:
     """Write a checkpoint in another form: ours, torch.save's, or safetensors, which holds tensors alone."""
     from bridge.checkpoints.inventory import convert_checkpoint
 
-    choose_profile(profile)
+    options.choose_profile(profile)
     print(f"{convert_checkpoint(source, target)} entries written to {target}")
 
 
@@ -111,12 +111,12 @@ def gc(
         int | None, typer.Option("--keep-every", metavar="N", min=1, help="Keep steps that are a multiple of N too.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")] = False,
-    profile: ProfileOption = None,
+    profile: options.Profile = None,
 ) -> None:
     """Delete what killed writers left more than an hour ago, and old steps. Exit status 1 where something stays."""
     from bridge.checkpoints.inventory import prune_checkpoints
 
-    choose_profile(profile)
+    options.choose_profile(profile)
     doomed, problems = prune_checkpoints(root, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run)
     verb = "would delete" if dry_run else "deleted"
     if doomed:

@@ -6,10 +6,8 @@ import importlib.util
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import bridge
 from bridge.cli.screen import print_table
@@ -48,9 +46,9 @@ def demo() -> None:
     if spark.catalog.tableExists(_NAME):
         print(f"{_NAME} is there already: {format_count(spark.table(_NAME).count())} rows.")
     else:
-        took = _clock()
+        began = time.perf_counter()
         num_rows = _make_table(spark, warehouse)
-        print(f"{_NAME} was written as Delta: {format_count(num_rows)} rows in {took()}.")
+        print(f"{_NAME} was written as Delta: {format_count(num_rows)} rows in {_since(began)}.")
     print()
     types = bridge.plan_table(_NAME, spark=spark).types
     rows = [[t.name, t.spark, t.arrow, t.pandas, t.torch or "(none)"] for t in types]
@@ -65,10 +63,15 @@ def demo() -> None:
     second = _train(exported)
 
     _title("Both, side by side")
-    _compare({"collect": first, "export": second})
+    print(
+        f"One epoch from each: does a flight arrive more than {_LATE_MINUTES} minutes late?\n"
+        "Each batch is judged before it is learned from.\n"
+    )
+    print(plain_table(["", "collect", "export"], [[name, first[name], second[name]] for name in first]))
 
     _title("The receipt of the export, in part (all of it: table.receipt)")
-    _show_receipt(exported)
+    told = ("table", "version", "where", "num_rows", "engine", "time")
+    print_table(plain_table(["receipt", ""], [[name, str(exported.receipt[name])] for name in told]))
 
     _title("Where things lie")
     places = [("Delta table", warehouse / "main" / "demo" / "flights"), ("export", exported.path)]
@@ -85,7 +88,7 @@ bridge doctor
 >>> table = bridge.load_table("{_NAME}", where="dest = 'SEA'")
 >>> table.types, table.to_pandas(), table.to_huggingface()
 
-Done in {format_seconds(time.perf_counter() - start)}."""
+Done in {_since(start)}."""
     )
 
 
@@ -93,22 +96,19 @@ def _title(text: str) -> None:
     print(f"\n{text}\n{'=' * len(text)}\n", flush=True)
 
 
-def _clock() -> Any:
-    start = time.perf_counter()
-    return lambda: format_seconds(time.perf_counter() - start)
+def _since(start: float) -> str:
+    return format_seconds(time.perf_counter() - start)
 
 
 def _make_table(spark: SparkSession, warehouse: Path) -> int:
-    from bridge.spark.engines.sail import SailEngine
+    from bridge.spark.engines.sail import EMBEDDED
     from bridge.spark.names import sql_string
 
     flights = _read_flights()
     folder = warehouse / "main" / "demo"
     # made before the engine is told of it: it may be told a link instead, which has to lead somewhere
     folder.mkdir(parents=True, exist_ok=True)
-    spark.sql(
-        f"CREATE SCHEMA IF NOT EXISTS main.demo LOCATION {sql_string(SailEngine(is_here=True).spark_path(folder))}"
-    )
+    spark.sql(f"CREATE SCHEMA IF NOT EXISTS main.demo LOCATION {sql_string(EMBEDDED.spark_path(folder))}")
     spark.createDataFrame(flights).write.format("delta").saveAsTable(_NAME)
     return int(flights.num_rows)
 
@@ -136,31 +136,20 @@ def _read_flights() -> pa.Table:
 
 
 def _load(spark: SparkSession, route: str) -> Table:
-    took = _clock()
+    began = time.perf_counter()
     table = bridge.load_table(_NAME, columns=[*_FEATURES, _LABEL], where=_WHERE, route=route, spark=spark)
     print_table(table.plan)
     print()
     if table.plan and table.plan.reuses:
-        print(f"The export was there, complete and of the same version: reused in {took()}.")
+        print(f"The export was there, complete and of the same version: reused in {_since(began)}.")
     else:
         size = f"{format_bytes(table.num_bytes)} {'in files' if table.path else 'in memory'}"
-        print(f"{format_count(table.num_rows)} rows, {size}, in {took()}.")
+        print(f"{format_count(table.num_rows)} rows, {size}, in {_since(began)}.")
     return table
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What an epoch gave. Each batch is judged before it is learned from; `accuracy` and `majority` are of the tail."""
-
-    steps: int
-    rows_per_s: float
-    first_loss: float
-    last_loss: float
-    accuracy: float
-    majority: float
-
-
-def _train(table: Table) -> _Outcome:
+def _train(table: Table) -> dict[str, str]:
+    """Train for an epoch, and say what it gave. Each batch is judged before it is learned from."""
     import torch
     from torch import nn
 
@@ -169,7 +158,8 @@ def _train(table: Table) -> _Outcome:
     torch.manual_seed(0)
     # a model this small gains nothing from more, and where cores are shared the threads wait for each other
     torch.set_num_threads(1)
-    mean, deviation = map(torch.tensor, _mean_and_deviation(table))
+    values = table.to_torch(features=_FEATURES, dtype="float64")
+    mean, deviation = values.mean(dim=0).float(), values.std(dim=0).float()
     model = nn.Sequential(nn.Linear(len(_FEATURES), 64), nn.ReLU(), nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     loader = table.to_loader(batch_size=1024, features=_FEATURES, label=_LABEL, dtype="float32", shuffle=True)
@@ -193,50 +183,11 @@ def _train(table: Table) -> _Outcome:
     took = time.perf_counter() - start
 
     rows, late_rows, right = (sum(counts) for counts in zip(*seen[-_TAIL:], strict=True))
-    return _Outcome(
-        steps=len(losses),
-        rows_per_s=table.num_rows / took,
-        first_loss=sum(losses[:_TAIL]) / len(losses[:_TAIL]),
-        last_loss=sum(losses[-_TAIL:]) / len(losses[-_TAIL:]),
-        accuracy=right / rows,
-        majority=max(late_rows, rows - late_rows) / rows,
-    )
-
-
-def _mean_and_deviation(table: Table) -> Iterator[list[float]]:
-    """Yield the mean and the standard deviation of each feature, from sums over the record batches."""
-    import numpy as np
-
-    count, total, squares = 0, np.zeros(len(_FEATURES)), np.zeros(len(_FEATURES))
-    for batch in table.to_batches():
-        values = np.stack([batch.column(name).to_numpy() for name in _FEATURES]).astype(np.float64)
-        count += batch.num_rows
-        total += values.sum(axis=1)
-        squares += (values**2).sum(axis=1)
-    mean = total / count
-    yield mean.tolist()
-    yield np.sqrt(squares / count - mean**2).tolist()
-
-
-def _compare(outcomes: dict[str, _Outcome]) -> None:
-    print(
-        f"One epoch from each: does a flight arrive more than {_LATE_MINUTES} minutes late?\n"
-        "Each batch is judged before it is learned from.\n"
-    )
-    lines: list[tuple[str, Any]] = [
-        ("steps of 1,024 rows", lambda o: format_count(o.steps)),
-        ("rows/s, training included", lambda o: format_count(round(o.rows_per_s))),
-        (f"loss, mean of the first {_TAIL} steps", lambda o: f"{o.first_loss:.3f}"),
-        (f"loss, mean of the last {_TAIL} steps", lambda o: f"{o.last_loss:.3f}"),
-        (f"accuracy in the last {_TAIL} steps", lambda o: f"{o.accuracy:.1%}"),
-        ("accuracy of the majority class", lambda o: f"{o.majority:.1%}"),
-    ]
-    rows = [[name, *(shown(outcome) for outcome in outcomes.values())] for name, shown in lines]
-    print(plain_table(["", *outcomes], rows))
-
-
-def _show_receipt(table: Table) -> None:
-    told = [(name, table.receipt[name]) for name in ("table", "version", "where", "num_rows", "engine", "time")]
-    versions = table.receipt["versions"]
-    libraries = ", ".join(f"{name} {versions[name]}" for name in ("bridge", "pyarrow", "pysail") if name in versions)
-    print_table(plain_table(["receipt", ""], [[name, str(value)] for name, value in [*told, ("versions", libraries)]]))
+    return {
+        "steps of 1,024 rows": format_count(len(losses)),
+        "rows/s, training included": format_count(round(table.num_rows / took)),
+        f"loss, mean of the first {_TAIL} steps": f"{sum(losses[:_TAIL]) / len(losses[:_TAIL]):.3f}",
+        f"loss, mean of the last {_TAIL} steps": f"{sum(losses[-_TAIL:]) / len(losses[-_TAIL:]):.3f}",
+        f"accuracy in the last {_TAIL} steps": f"{right / rows:.1%}",
+        "accuracy of the majority class": f"{max(late_rows, rows - late_rows) / rows:.1%}",
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -10,7 +11,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import typer
 
 import bridge
-from bridge.cli.options import ProfileOption, choose_profile
+from bridge.cli import options
 from bridge.cli.screen import print_table
 from bridge.display import format_bytes, format_seconds, plain_table
 
@@ -43,9 +43,9 @@ class Check:
     remedy: str = ""
 
 
-def doctor(profile: ProfileOption = None) -> None:
+def doctor(profile: options.Profile = None) -> None:
     """Check that everything works, and say what to type if not."""
-    choose_profile(profile)
+    options.choose_profile(profile)
     checks = list(_run_checks())
     rows = []
     for check in checks:
@@ -75,9 +75,9 @@ def _run_checks() -> Iterable[Check]:
     yield Check("Python", "ok", f"{sys.version.split()[0]} at {sys.executable}")
     yield Check("bridge", "ok", bridge.__version__)
     for name in _BASE:
-        yield _safely(name, partial(_base_package, name))
-    yield _safely("torch", lambda: _optional_package("torch", "torch", "tensors and loaders"))
-    yield _safely("pysail", lambda: _optional_package("pysail", "local", "the embedded engine"))
+        yield _package(Check(name, "problem", "not installed", f"pip install {name}"))
+    yield _package(Check("torch", "absent", "needed for tensors and loaders", _extra("torch")))
+    yield _package(Check("pysail", "absent", "needed for the embedded engine", _extra("local")))
     yield _safely("pyspark", _pyspark)
     settings, check = _settings()
     yield check
@@ -118,14 +118,12 @@ def _extra(name: str) -> str:
     return f'pip install "{_DISTRIBUTION}[{name}]"'
 
 
-def _base_package(name: str) -> Check:
-    version = _version(name)
-    return Check(name, "ok", version) if version else Check(name, "problem", "not installed", f"pip install {name}")
+def _package(absent: Check) -> Check:
+    def look() -> Check:
+        version = _version(absent.name)
+        return Check(absent.name, "ok", version) if version else absent
 
-
-def _optional_package(name: str, extra: str, purpose: str) -> Check:
-    version = _version(name)
-    return Check(name, "ok", version) if version else Check(name, "absent", f"needed for {purpose}", _extra(extra))
+    return _safely(absent.name, look)
 
 
 def _pyspark() -> Check:
@@ -145,15 +143,8 @@ def _pyspark() -> Check:
 
 
 def _pyspark_folder() -> str:
-    for name in _PYSPARKS:
-        for file in _files(name):
-            if file.parts[:1] == ("pyspark",):
-                return str(Path(str(file.locate())).parents[len(file.parts) - 2])
-    return "pyspark"
-
-
-def _files(distribution: str) -> list[metadata.PackagePath]:
-    return (metadata.files(distribution) or []) if _version(distribution) else []
+    spec = importlib.util.find_spec("pyspark")
+    return str(Path(spec.origin).parent) if spec is not None and spec.origin else "pyspark"
 
 
 def _settings() -> tuple[Settings | None, Check]:
@@ -190,20 +181,10 @@ def _local_spark() -> Check:
 
     try:
         spark_home()
-        java = find_java()
+        java, version = find_java()
     except (bridge.MissingDependencyError, bridge.EngineUnavailableError) as exc:
         return _failed("local[*]", exc, "absent")
-    return Check("local[*]", "ok", f"the full pyspark, and Java {_java_version(java)} at {java}")
-
-
-def _java_version(java: Path) -> str:
-    """Read the version from the file `release` that a JDK or JRE keeps; `find_java` has found it new enough."""
-    try:
-        lines = (java.resolve().parents[1] / "release").read_text().splitlines()
-    except OSError:
-        return "17 or newer"
-    versions = [line.partition("=")[2].strip('"') for line in lines if line.startswith("JAVA_VERSION=")]
-    return versions[0] if versions else "17 or newer"
+    return Check("local[*]", "ok", f"the full pyspark, and Java {version} at {java}")
 
 
 def _delta_jars(spark_jars: str | None) -> Check:

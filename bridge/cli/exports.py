@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import bridge
-from bridge.cli.options import ProfileOption, choose_profile, seconds
+from bridge.cli import options
 from bridge.cli.screen import print_table, shown_age
 from bridge.display import format_bytes, format_count, plain_table
 
 if TYPE_CHECKING:
-    from bridge.tables.inventory import ExportInfo, VerifyReport
+    from bridge.tables.inventory import ExportInfo
 
 # digests, and what another line says
 _TOLD_ELSEWHERE = frozenset({"format", "num_rows", "route", "schema", "schema_digest", "session_time_zone"})
@@ -30,7 +30,7 @@ TableOption = Annotated[str | None, typer.Option("--table", metavar="T", help="O
 
 
 @app.command("ls")
-def ls(root: RootArgument = None, table: TableOption = None, profile: ProfileOption = None) -> None:
+def ls(root: RootArgument = None, table: TableOption = None, profile: options.Profile = None) -> None:
     """Show the exports in a folder, newest first, and what writers left."""
     exports = bridge.list_exports(_root(root, profile), table=table)
     complete = [info for info in exports if info.state == "complete"]
@@ -57,11 +57,11 @@ def ls(root: RootArgument = None, table: TableOption = None, profile: ProfileOpt
 
 
 @app.command("show")
-def show(path: PathArgument, profile: ProfileOption = None) -> None:
+def show(path: PathArgument, profile: options.Profile = None) -> None:
     """Show what one export holds, what was asked for, and whether its files are there."""
     from bridge.tables.inventory import describe_export
 
-    choose_profile(profile)
+    options.choose_profile(profile)
     info = describe_export(path)
     facts = {
         "state": info.state if info.problem is None else f"{info.state}: {info.problem}",
@@ -86,12 +86,17 @@ def show(path: PathArgument, profile: ProfileOption = None) -> None:
 
 
 @app.command("verify")
-def verify(path: PathArgument, profile: ProfileOption = None) -> None:
+def verify(path: PathArgument, profile: options.Profile = None) -> None:
     """Read every byte of an export, and compare it with what was written. Exit status 1 where it is not whole."""
-    choose_profile(profile)
+    options.choose_profile(profile)
     report = bridge.verify_export(path)
-    _print_damage(report)
-    print(f"{report.num_shards} shards, {format_bytes(report.num_bytes)} in {report.path}: {_verdict(report)}")
+    unlisted = dict.fromkeys(report.unlisted, "is not listed: readers of the folder take its rows in")
+    if not report.is_whole:
+        print_table(plain_table(["file", "what is wrong"], {**report.damaged, **unlisted}.items()))
+        print()
+    seen = f"{len(report.damaged)} damaged, {len(report.unlisted)} not listed"
+    verdict = "all as written" if report.is_whole else seen
+    print(f"{report.num_shards} shards, {format_bytes(report.num_bytes)} in {report.path}: {verdict}")
     if not report.is_whole:
         raise typer.Exit(1)
 
@@ -108,14 +113,14 @@ def gc(
         str | None, typer.Option("--max-age", metavar="AGE", help="Keep what is younger, such as 12h, 30d or 8w.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be deleted, and delete nothing.")] = False,
-    profile: ProfileOption = None,
+    profile: options.Profile = None,
 ) -> None:
     """Delete old exports, and what killed writers left.
 
     An export goes where every rule that is given lets it go. The newest of each table and query stays, and so does what
     is in use. Exit status 1 where something could not be deleted.
     """
-    max_age_s = None if max_age is None else seconds(max_age)
+    max_age_s = None if max_age is None else options.seconds(max_age)
     report = bridge.prune_exports(
         _root(root, profile), table=table, keep_versions=keep_versions, max_age_s=max_age_s, dry_run=dry_run
     )
@@ -134,9 +139,9 @@ def gc(
 
 
 @app.command("rm")
-def rm(path: PathArgument, profile: ProfileOption = None) -> None:
+def rm(path: PathArgument, profile: options.Profile = None) -> None:
     """Delete one export that nobody uses."""
-    choose_profile(profile)
+    options.choose_profile(profile)
     info = bridge.remove_export(path)
     print(f"deleted {_name(info)}, {_size(info)}: {info.path}")
 
@@ -144,26 +149,10 @@ def rm(path: PathArgument, profile: ProfileOption = None) -> None:
 def _root(root: str | None, profile: str | None) -> str:
     from bridge.config import data_folder, load_settings
 
-    choose_profile(profile)
+    options.choose_profile(profile)
     if root is not None and not root.strip():
         raise typer.BadParameter("it is empty; give a folder, or leave it out.", param_hint="ROOT")
     return root or load_settings().volume or str(data_folder() / "exports")
-
-
-def _print_damage(report: VerifyReport) -> None:
-    found = {
-        **report.damaged,
-        **dict.fromkeys(report.unlisted, "is not listed: readers of the folder take its rows in"),
-    }
-    if found:
-        print_table(plain_table(["file", "what is wrong"], found.items()))
-        print()
-
-
-def _verdict(report: VerifyReport) -> str:
-    if report.is_whole:
-        return "all as written"
-    return f"{len(report.damaged)} damaged, {len(report.unlisted)} not listed"
 
 
 def _found(path: str) -> str:

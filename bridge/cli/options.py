@@ -1,4 +1,4 @@
-"""Arguments and options, each defined once for all the commands that take it."""
+"""Arguments and options, each defined once for all the commands that take it: `options.Columns`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ import typer
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800}
 
-SourceArgument = Annotated[
+Source = Annotated[
     str,
     typer.Argument(metavar="TABLE", help="catalog.schema.table, schema.table, table, or the path of a Delta table."),
 ]
-ColumnsOption = Annotated[str | None, typer.Option("--columns", metavar="A,B", help="The columns to read; else all.")]
-WhereOption = Annotated[str | None, typer.Option("--where", metavar="SQL", help="Read only the rows this is true for.")]
-VersionOption = Annotated[
+Columns = Annotated[str | None, typer.Option("--columns", metavar="A,B", help="The columns to read; else all.")]
+Where = Annotated[str | None, typer.Option("--where", metavar="SQL", help="Read only the rows this is true for.")]
+Version = Annotated[
     int | None, typer.Option("--version", metavar="N", min=0, help="A version of a Delta table; else the newest.")
 ]
-TimestampOption = Annotated[
-    str | None, typer.Option("--timestamp", metavar="TIME", help="A time, instead of a version.")
-]
-LimitOption = Annotated[int | None, typer.Option("--limit", metavar="N", min=0, help="At most so many rows.")]
-RouteOption = Annotated[
+Timestamp = Annotated[str | None, typer.Option("--timestamp", metavar="TIME", help="A time, instead of a version.")]
+Limit = Annotated[int | None, typer.Option("--limit", metavar="N", min=0, help="At most so many rows.")]
+Route = Annotated[
     Literal["auto", "collect", "export"], typer.Option("--route", help="How rows travel; auto decides by size.")
 ]
-MaxBytesOption = Annotated[
+MaxBytes = Annotated[
     str | None, typer.Option("--max-bytes", metavar="SIZE", help='The most that a collect may hold, such as "2GiB".')
 ]
 VolumeOption = Annotated[
@@ -37,28 +35,26 @@ VolumeArgument = Annotated[
     str | None,
     typer.Argument(metavar="VOLUME", help="/Volumes/... or a folder; else the setting volume, else the data folder."),
 ]
-ShardBytesOption = Annotated[str, typer.Option("--shard-bytes", metavar="SIZE", help="About how large a file is.")]
-NumShardsOption = Annotated[
+ShardBytes = Annotated[str, typer.Option("--shard-bytes", metavar="SIZE", help="About how large a file is.")]
+NumShards = Annotated[
     int | None, typer.Option("--num-shards", metavar="N", min=1, help="How many files, in place of their size.")
 ]
-OrderByOption = Annotated[str | None, typer.Option("--order-by", metavar="A,B", help="Sort all rows by these columns.")]
-ShuffleOption = Annotated[
-    int | None, typer.Option("--shuffle-at-write", metavar="SEED", min=0, help="Mix all rows once.")
-]
-FreshOption = Annotated[bool, typer.Option("--fresh", help="Write anew, whatever is there.")]
-MaxAgeOption = Annotated[
+OrderBy = Annotated[str | None, typer.Option("--order-by", metavar="A,B", help="Sort all rows by these columns.")]
+Shuffle = Annotated[int | None, typer.Option("--shuffle-at-write", metavar="SEED", min=0, help="Mix all rows once.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Write anew, whatever is there.")]
+MaxAge = Annotated[
     str | None,
     typer.Option("--max-age", metavar="AGE", help='Take also an export so old, such as "6h", of what has no version.'),
 ]
-SharedOption = Annotated[bool, typer.Option("--shared", help="Take, and give, exports of all users who say so.")]
-RemoteOption = Annotated[
+Shared = Annotated[bool, typer.Option("--shared", help="Take, and give, exports of all users who say so.")]
+Remote = Annotated[
     str | None, typer.Option("--remote", metavar="R", help="The engine: sail, local[*], sc://host:port, databricks.")
 ]
-ProfileOption = Annotated[
+Profile = Annotated[
     str | None,
     typer.Option("--profile", metavar="P", help="A file of settings: local, cluster, databricks, or your own."),
 ]
-ToOption = Annotated[Path, typer.Option("--to", metavar="PATH", help="A file that ends in .parquet, .arrow or .csv.")]
+To = Annotated[Path, typer.Option("--to", metavar="PATH", help="A file that ends in .parquet, .arrow or .csv.")]
 
 
 def choose_profile(profile: str | None) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bridge.cli.options import ProfileOption
+from bridge.cli import options
 from bridge.cli.screen import print_table
 from bridge.display import format_bytes, plain_table
 
 
-def config(profile: ProfileOption = None) -> None:
+def config(profile: options.Profile = None) -> None:
     """Show the settings in force, and where each came from.
 
     Secrets are hidden.

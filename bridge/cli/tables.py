@@ -10,30 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import bridge
-from bridge.cli.options import (
-    ColumnsOption,
-    FreshOption,
-    LimitOption,
-    MaxAgeOption,
-    MaxBytesOption,
-    NumShardsOption,
-    OrderByOption,
-    ProfileOption,
-    RemoteOption,
-    RouteOption,
-    ShardBytesOption,
-    SharedOption,
-    ShuffleOption,
-    SourceArgument,
-    TimestampOption,
-    ToOption,
-    VersionOption,
-    VolumeArgument,
-    VolumeOption,
-    WhereOption,
-    choose_profile,
-    seconds,
-)
+from bridge.cli import options
 from bridge.cli.screen import print_table, print_types
 from bridge.display import format_bytes, format_count
 from bridge.errors import LossyConversionError, VolumeError
@@ -48,17 +25,17 @@ _FORMATS = (".parquet", ".arrow", ".csv")
 
 
 def plan(
-    source: SourceArgument,
-    columns: ColumnsOption = None,
-    where: WhereOption = None,
-    version: VersionOption = None,
-    timestamp: TimestampOption = None,
-    limit: LimitOption = None,
-    route: RouteOption = "auto",
-    max_bytes: MaxBytesOption = None,
-    volume: VolumeOption = None,
-    remote: RemoteOption = None,
-    profile: ProfileOption = None,
+    source: options.Source,
+    columns: options.Columns = None,
+    where: options.Where = None,
+    version: options.Version = None,
+    timestamp: options.Timestamp = None,
+    limit: options.Limit = None,
+    route: options.Route = "auto",
+    max_bytes: options.MaxBytes = None,
+    volume: options.VolumeOption = None,
+    remote: options.Remote = None,
+    profile: options.Profile = None,
 ) -> None:
     """Show what a load would do, and why; no rows move."""
     spark = _session(remote, profile)
@@ -72,18 +49,18 @@ def plan(
 
 
 def load(
-    source: SourceArgument,
-    to: ToOption,
-    columns: ColumnsOption = None,
-    where: WhereOption = None,
-    version: VersionOption = None,
-    timestamp: TimestampOption = None,
-    limit: LimitOption = None,
-    route: RouteOption = "auto",
-    max_bytes: MaxBytesOption = None,
-    volume: VolumeOption = None,
-    remote: RemoteOption = None,
-    profile: ProfileOption = None,
+    source: options.Source,
+    to: options.To,
+    columns: options.Columns = None,
+    where: options.Where = None,
+    version: options.Version = None,
+    timestamp: options.Timestamp = None,
+    limit: options.Limit = None,
+    route: options.Route = "auto",
+    max_bytes: options.MaxBytes = None,
+    volume: options.VolumeOption = None,
+    remote: options.Remote = None,
+    profile: options.Profile = None,
 ) -> None:
     """Load a table into one file, in place of one that is there."""
     if to.suffix.lower() not in _FORMATS:
@@ -101,22 +78,22 @@ def load(
 
 
 def export(
-    source: SourceArgument,
-    volume: VolumeArgument = None,
-    columns: ColumnsOption = None,
-    where: WhereOption = None,
-    version: VersionOption = None,
-    timestamp: TimestampOption = None,
-    limit: LimitOption = None,
-    shard_bytes: ShardBytesOption = "1GiB",
-    num_shards: NumShardsOption = None,
-    order_by: OrderByOption = None,
-    shuffle_at_write: ShuffleOption = None,
-    fresh: FreshOption = False,
-    max_age: MaxAgeOption = None,
-    shared: SharedOption = False,
-    remote: RemoteOption = None,
-    profile: ProfileOption = None,
+    source: options.Source,
+    volume: options.VolumeArgument = None,
+    columns: options.Columns = None,
+    where: options.Where = None,
+    version: options.Version = None,
+    timestamp: options.Timestamp = None,
+    limit: options.Limit = None,
+    shard_bytes: options.ShardBytes = "1GiB",
+    num_shards: options.NumShards = None,
+    order_by: options.OrderBy = None,
+    shuffle_at_write: options.Shuffle = None,
+    fresh: options.Fresh = False,
+    max_age: options.MaxAge = None,
+    shared: options.Shared = False,
+    remote: options.Remote = None,
+    profile: options.Profile = None,
 ) -> None:
     """Write a table as Parquet shards, or find them again.
 
@@ -126,7 +103,7 @@ def export(
     table = bridge.export_table(
         source, volume, columns=_names(columns), where=where, version=version, timestamp=timestamp, limit=limit,
         shard_bytes=shard_bytes, num_shards=num_shards, order_by=_names(order_by), shuffle_at_write=shuffle_at_write,
-        reuse=not fresh, max_age_s=None if max_age is None else seconds(max_age), shared=shared, spark=spark,
+        reuse=not fresh, max_age_s=None if max_age is None else options.seconds(max_age), shared=shared, spark=spark,
     )  # fmt: skip
     name = table.receipt["table"] + ("" if table.version is None else f" version {table.version}")
     shards = f"{len(table.files)} shard{'' if len(table.files) == 1 else 's'}"
@@ -137,7 +114,7 @@ def export(
 
 
 def _session(remote: str | None, profile: str | None) -> SparkSession | None:
-    choose_profile(profile)
+    options.choose_profile(profile)
     return bridge.connect(remote, profile=profile) if remote or profile else None
 
 

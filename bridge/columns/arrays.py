@@ -71,11 +71,7 @@ def _rows(elements: np.ndarray[Any, Any], offsets: np.ndarray[Any, Any]) -> np.n
 
 
 def codes_of(column: pa.ChunkedArray, name: str) -> pa.ChunkedArray:
-    """Return the codes of categories as int64.
-
-    Raises:
-        LossyConversionError: There are nulls, which have no code.
-    """
+    """Return the codes of categories as int64."""
     if column.null_count:
         raise LossyConversionError(
             f"column {name!r} holds {column.null_count:,} nulls, which have no code.\n"
@@ -182,11 +178,7 @@ def is_number(arrow: pa.DataType) -> bool:
 
 
 def pick_column(table: pa.Table, name: str) -> pa.ChunkedArray:
-    """Return a column by name.
-
-    Raises:
-        SourceNotFoundError: There is none of that name.
-    """
+    """Return a column by name."""
     if not isinstance(name, str):
         raise ValueError(f"{name!r} is no name; give the name of one column.")
     if name not in table.column_names:
@@ -195,12 +187,7 @@ def pick_column(table: pa.Table, name: str) -> pa.ChunkedArray:
 
 
 def pick_features(table: pa.Table, names: Sequence[str]) -> dict[str, pa.ChunkedArray]:
-    """Return the columns that make X, by name.
-
-    Raises:
-        SourceNotFoundError: There is none of one of the names.
-        ValueError: `names` is not a list of names, or holds one twice.
-    """
+    """Return the columns that make X, by name."""
     if isinstance(names, str) or not list(names) or len(set(names)) < len(names):
         raise ValueError(f"features is {names!r}; give a list of column names, each once.")
     return {name: pick_column(table, name) for name in names}

@@ -106,12 +106,8 @@ def _targets(field: pa.Field) -> tuple[str, str, str | None, str]:
         return "category", "int64 (codes)", "int64 (codes)", _INTEGER_NULLS
     if types.is_decimal(arrow):
         torch = "int64" if arrow.scale == 0 else None
-        return (
-            f"{arrow} (Arrow)",
-            "object (Decimal)",
-            torch,
-            "nulls: <NA>, None" + "; an error in tensors" * bool(torch),
-        )
+        nulls = "nulls: <NA>, None; an error in tensors" if torch else "nulls: <NA>, None"
+        return f"{arrow} (Arrow)", "object (Decimal)", torch, nulls
     if types.is_struct(arrow):
         parts = [_targets(child)[2] for child in arrow]
         torch = "dict of " + ", ".join(f"{c.name}: {part}" for c, part in zip(arrow, parts, strict=True))
@@ -169,11 +165,7 @@ def _feature(arrow: pa.DataType) -> str | None:
 
 
 def conform(table: pa.Table, schema: pa.Schema, name: str) -> pa.Table:
-    """Return `table` in exactly the types of `schema`, column by column in order; nothing is rounded or wrapped.
-
-    Raises:
-        LossyConversionError: A value does not fit its type.
-    """
+    """Return `table` in exactly the types of `schema`, column by column in order; nothing is rounded or wrapped."""
     if table.schema.equals(schema):
         return table
     columns = []

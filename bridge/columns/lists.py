@@ -30,9 +30,6 @@ def split_equal(column: pa.ChunkedArray, name: str, *, are_elements: bool = Fals
 
     Args:
         are_elements: Whether `column` holds what is inside the arrays of the column called `name`.
-
-    Raises:
-        LossyConversionError: A row is NULL, or the rows have different numbers of elements.
     """
     values, offsets = split(column, name)
     if pa.types.is_fixed_size_list(column.type):

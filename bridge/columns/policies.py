@@ -22,7 +22,6 @@ Column = tuple[pa.Field, pa.ChunkedArray]
 # how arrow_schema marks pyspark.ml's vectors
 VECTOR = "vector"
 _MARK = b"bridge"
-_POLICIES: dict[str, type[Policy]] = {}
 
 
 @dataclass(frozen=True, repr=False)
@@ -30,9 +29,6 @@ class Policy:
     """What may be done to a column; made by the functions of `bridge` that bear the policies' names."""
 
     name: ClassVar[str]
-
-    def __init_subclass__(cls) -> None:
-        _POLICIES[cls.name] = cls
 
     def __repr__(self) -> str:
         return str(self)
@@ -46,13 +42,10 @@ class Policy:
 
     @staticmethod
     def from_json(body: dict[str, Any]) -> Policy:
-        """Return the policy that a receipt tells of.
-
-        Raises:
-            PolicyError: This version knows none of that name.
-        """
+        """Return the policy that a receipt tells of."""
         values = dict(body)
-        kind = _POLICIES.get(values.pop("policy"))
+        known = {policy.name: policy for policy in Policy.__subclasses__()}
+        kind = known.get(values.pop("policy"))
         if kind is None or not values.keys() <= {field.name for field in fields(kind)}:
             raise PolicyError(
                 f"the policy {body['policy']!r} is not known as {body}.\n  Upgrade spark-training-bridge."
@@ -60,13 +53,13 @@ class Policy:
         return kind(**values)
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
-        """Return what the column becomes, itself first.
+        """Return what the column becomes, itself first; as it is where Spark has done what the policy says.
 
         Raises:
             LossyConversionError: It holds a value that does not fit.
             PolicyError: The policy is not for columns of that type.
         """
-        raise NotImplementedError
+        return [(field, column)]
 
     def refuse(self, field: pa.Field, wanted: str) -> PolicyError:
         """Return the error for a column of a type that the policy is not for."""
@@ -95,7 +88,6 @@ class Cast(Policy):
         return f"as_{self.to}()"
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
-        """Cast."""
         target, types = pa.type_for_alias(self.to), pa.types
         if not (types.is_integer(field.type) or types.is_floating(field.type) or types.is_decimal(field.type)):
             raise self.refuse(field, "numbers")
@@ -105,8 +97,8 @@ class Cast(Policy):
             else f"{ways_out(field.name, 'fill(...)', 'mask()')} for nulls."
         )
         try:
-            numbers = decimals_to_floats(column) if self._is_rounded(field.type) else column
-            cast = numbers.cast(target)
+            is_rounded = types.is_decimal(field.type) and types.is_floating(target)
+            cast = (decimals_to_floats(column) if is_rounded else column).cast(target)
         except pa.ArrowInvalid as exc:  # whose text holds the value
             raise LossyConversionError(
                 f"column {field.name!r} ({field.type}) holds numbers that {self.to} cannot hold exactly.\n{wider}"
@@ -121,14 +113,9 @@ class Cast(Policy):
                 )
         return [(pa.field(field.name, target), cast)]
 
-    def _is_rounded(self, arrow: pa.DataType) -> bool:
-        return bool(pa.types.is_decimal(arrow) and self.to.startswith("float"))
-
 
 @dataclass(frozen=True, repr=False)
 class Fill(Policy):
-    """A value in the place of NULL."""
-
     name = "fill"
     value: Any
 
@@ -137,7 +124,6 @@ class Fill(Policy):
         return {"policy": self.name, "value": fill_as_json(self.value)}
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
-        """Fill."""
         try:
             scalar = pa.scalar(checked_fill(self.value, field.type), field.type)
         except (pa.ArrowException, ArithmeticError, TypeError, ValueError) as exc:
@@ -149,12 +135,9 @@ class Fill(Policy):
 
 @dataclass(frozen=True, repr=False)
 class Mask(Policy):
-    """A second, boolean column that says which values are there; 0, False or "" in the place of NULL."""
-
     name = "mask"
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
-        """Add the column."""
         kind = next((kind for kind, is_kind in KINDS.items() if is_kind(field.type)), dict)
         if kind is dict:
             raise self.refuse(field, "columns of single values and arrays")
@@ -165,30 +148,16 @@ class Mask(Policy):
 
 @dataclass(frozen=True, repr=False)
 class DropNulls(Policy):
-    """No rows where the column is NULL: Spark leaves them out before bytes move."""
-
     name = "drop_nulls"
-
-    def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
-        """Return the column."""
-        return [(field, column)]
 
 
 @dataclass(frozen=True, repr=False)
 class ToJson(Policy):
-    """JSON text in the place of a struct, map, array or variant: Spark writes it."""
-
     name = "to_json"
-
-    def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
-        """Return the column, which Spark has made text."""
-        return [(field, column)]
 
 
 @dataclass(frozen=True, repr=False)
 class Dictionary(Policy):
-    """Codes of text: Arrow's dictionary type, with one dictionary for the whole table, sorted by code point."""
-
     name = "dictionary"
     values: list[str] | None = None
 
@@ -196,7 +165,6 @@ class Dictionary(Policy):
         return "dictionary()"
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
-        """Look each value up."""
         if not pa.types.is_string(field.type):
             raise self.refuse(field, "strings")
         known = pa.array(self.values or [], pa.string())
@@ -210,8 +178,6 @@ class Dictionary(Policy):
 
 @dataclass(frozen=True, repr=False)
 class Flatten(Policy):
-    """A column for each field of a struct, named `struct.field`."""
-
     name = "flatten"
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
@@ -224,8 +190,6 @@ class Flatten(Policy):
 
 @dataclass(frozen=True, repr=False)
 class FixedSize(Policy):
-    """Arrays of exactly `size` elements."""
-
     name = "fixed_size"
     size: int
 
@@ -234,7 +198,6 @@ class FixedSize(Policy):
             raise PolicyError(f"fixed_size was given {self.size!r}; give a whole number, 1 or more.")
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
-        """Cast to Arrow's list of that size."""
         if not pa.types.is_list(field.type):
             raise self.refuse(field, "arrays")
         arrow = pa.list_(field.type.value_type, self.size)
@@ -264,7 +227,6 @@ class Mark(Policy):
         return f"{self.mark}()"
 
     def apply(self, field: pa.Field, column: pa.ChunkedArray) -> list[Column]:
-        """Mark the field."""
         wanted, fits = _MARKS[self.mark]
         if not fits(field):
             raise self.refuse(field, wanted)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -78,11 +78,7 @@ class Rules:
 
     @classmethod
     def choose_for_files(cls, source: pa.Schema, given: Policies | None) -> Rules:
-        """Return the rules for rows that Spark has written.
-
-        Raises:
-            PolicyError: As in `choose`; or a policy is one of Spark's.
-        """
+        """Return the rules for rows that Spark has written."""
         if any(by_spark(given)):
             raise PolicyError("drop_nulls() and to_json() are done by Spark: export the table with them.")
         return cls.choose(source, given)
@@ -118,21 +114,12 @@ class Rules:
     @property
     def categories(self) -> dict[str, list[str]]:
         """The dictionaries, by column."""
-        found = {}
-        for name, policies in self.policies.items():
-            for policy in policies:
-                if isinstance(policy, Dictionary):
-                    found[name] = policy.values or []
-        return found
+        return {name: policy.values or [] for name, policy in self._dictionaries()}
 
     @property
     def unbound(self) -> list[str]:
         """The columns whose dictionaries are not known yet."""
-        return [
-            name
-            for name, policies in self.policies.items()
-            if any(isinstance(policy, Dictionary) and policy.values is None for policy in policies)
-        ]
+        return [name for name, policy in self._dictionaries() if policy.values is None]
 
     def fulfils(self, asked: Rules) -> bool:
         """Return whether these are the rules `asked`, with dictionaries that it leaves open."""
@@ -147,30 +134,26 @@ class Rules:
         )
 
     def bound(self, rows: Callable[[], Iterable[pa.Table]]) -> Rules:
-        """Return the rules with dictionaries that hold what occurs in the rows, in the order of code points.
-
-        Raises:
-            PolicyError: A column holds more than a million values.
-        """
-        found: dict[str, pa.Array] = {}
-        if not self.unbound:
+        """Return the rules with dictionaries that hold what occurs in the rows, in the order of code points."""
+        found = {name: pa.array([], pa.string()) for name in self.unbound}
+        if not found:
             return self
         before = self._before_dictionaries()
         for table in rows():
             made = before.apply(table.select(before.source.names))
-            for name, column in ((name, made.column(name)) for name in self.unbound):
-                known = pc.unique(column).drop_null() if name not in found else None
-                both = known if known is not None else pc.unique(pa.chunked_array([found[name], *column.chunks]))
-                found[name] = both.drop_null()
-                if len(found[name]) > _MOST_VALUES:
+            for name, known in found.items():
+                values = pc.unique(pa.chunked_array([known, *made.column(name).chunks])).drop_null()
+                found[name] = values
+                if len(values) > _MOST_VALUES:
                     raise PolicyError(
                         f"column {name!r} holds more than {_MOST_VALUES:,} values, too many for dictionary().\n"
                         "  Hash or encode it in Spark."
                     )
-        values = {name: sorted(found[name].to_pylist()) if name in found else [] for name in self.unbound}
         policies = {
             name: tuple(
-                Dictionary(values[name]) if isinstance(policy, Dictionary) and policy.values is None else policy
+                Dictionary(sorted(found[name].to_pylist()))
+                if isinstance(policy, Dictionary) and policy.values is None
+                else policy
                 for policy in policies
             )
             for name, policies in self.policies.items()
@@ -197,6 +180,10 @@ class Rules:
                 )
         return pa.Table.from_arrays([column for _, column in made], schema=pa.schema([field for field, _ in made]))
 
+    def _dictionaries(self) -> Iterator[tuple[str, Dictionary]]:
+        for name, policies in self.policies.items():
+            yield from ((name, policy) for policy in policies if isinstance(policy, Dictionary))
+
     def _before_dictionaries(self) -> Rules:
         """Return the rules that give the columns which are to have dictionaries, and need no other columns."""
         unbound = self.unbound
@@ -209,11 +196,7 @@ class Rules:
 
 
 def _checked(given: Any) -> dict[Any, tuple[Policy, ...]]:
-    """Return the policies that were given for each column or type.
-
-    Raises:
-        PolicyError: They are none, or a key is not one.
-    """
+    """Return the policies that were given for each column or type."""
     if not isinstance(given or {}, Mapping):
         raise PolicyError(f'policies is {given!r}; give a dict: {{"column": bridge.fill(0)}}.')
     return {key: _checked_one(key, value) for key, value in (given or {}).items()}
@@ -232,11 +215,7 @@ def _checked_one(key: Any, value: Any) -> tuple[Policy, ...]:
 
 
 def by_spark(given: Policies | None) -> tuple[list[str], list[str]]:
-    """Return the columns of which Spark is to drop NULL rows, and those which it is to turn to JSON.
-
-    Raises:
-        PolicyError: One of these policies is given for a type.
-    """
+    """Return the columns of which Spark is to drop NULL rows, and those which it is to turn to JSON."""
     drop: list[str] = []
     to_json: list[str] = []
     for key, policies in _checked(given).items():

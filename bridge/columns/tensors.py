@@ -18,6 +18,7 @@ from bridge.columns.arrays import (
 )
 from bridge.columns.lists import element_type, is_list, split, split_equal
 from bridge.columns.policies import mark_of, ways_out
+from bridge.columns.vectors import take_apart
 from bridge.errors import LossyConversionError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -25,11 +26,7 @@ if TYPE_CHECKING:
 
 
 def require_torch() -> None:
-    """Import torch.
-
-    Raises:
-        MissingDependencyError: It is not installed.
-    """
+    """Import torch; where it is not installed, say what brings it."""
     try:
         import torch  # noqa: F401
     except ImportError as exc:
@@ -130,23 +127,16 @@ def _sparse(column: pa.ChunkedArray, name: str) -> torch.Tensor:
             f"column {name!r} holds {column.null_count:,} nulls in the place of vectors.\n"
             f"{ways_out(name, 'drop_nulls()')}."
         )
-    rows, at, values, sizes = [0], [], [], set()
-    kinds, lengths, indices, given = (part.to_pylist() for part in column.flatten())
-    for kind, length, places, held in zip(kinds, lengths, indices, given, strict=True):
-        sizes.add(len(held) if kind == 1 else length)
-        at.append(np.arange(len(held)) if kind == 1 else np.asarray(places, np.int64))
-        values.append(np.asarray(held, np.float64))
-        rows.append(len(held))
+    lengths, rows, places, values = take_apart(column)
+    sizes = np.unique(lengths)
     if len(sizes) > 1:
         raise LossyConversionError(
-            f"column {name!r} holds vectors of {min(sizes):,} to {max(sizes):,} elements, which make no one tensor.\n"
+            f"column {name!r} holds vectors of {sizes[0]:,} to {sizes[-1]:,} elements, which make no one tensor.\n"
             "  Make them of one size in Spark."
         )
-    row_of = np.repeat(np.arange(len(column)), rows[1:])
-    places = np.stack([row_of, np.concatenate([np.empty(0, np.int64), *at])])
-    shape = (len(column), sizes.pop() if sizes else 0)
-    elements = torch.from_numpy(np.concatenate([np.empty(0), *values]))
-    return torch.sparse_coo_tensor(torch.from_numpy(places), elements, shape, check_invariants=True).coalesce()
+    at, numbers = torch.from_numpy(np.stack([rows, places])), torch.from_numpy(_writable(values))
+    shape = (len(column), *(sizes.tolist() or [0]))
+    return torch.sparse_coo_tensor(at, numbers, shape, check_invariants=True).coalesce()
 
 
 def _no_tensor(arrow: pa.DataType, name: str) -> LossyConversionError:

@@ -101,9 +101,6 @@ def compare_versions(spark: SparkSession, remote: str) -> None:
 
     Spark promises that a client works with servers of its version and newer ones. Sail names the version it stands for,
     and Databricks' client looks for itself.
-
-    Raises:
-        EngineUnavailableError: The server is of an older major version.
     """
     from pyspark import __version__ as ours
 
@@ -147,25 +144,30 @@ def _retry_policy(spark: SparkSession) -> Any:
     return Patience(max_retries=125, max_backoff=5_000)
 
 
-def answer_within(timeout_s: float, call: Callable[[], Answer]) -> Answer:
-    """Return, or raise, what `call` does: it asks the server, and the client itself would retry for minutes.
-
-    Raises:
-        TimeoutError: Nothing came within `timeout_s`; the call goes on in a thread of its own.
-    """
+def in_thread(call: Callable[[], Answer], name: str) -> Future[Answer]:
+    """Start a call in a thread that does not keep the process alive; return where what it does, or raises, will be."""
     future: Future[Answer] = Future()
 
-    def ask() -> None:
+    def run() -> None:
         try:
             with quiet():
                 answer = call()
-        except BaseException as exc:  # noqa: BLE001 - carried to the caller's thread
+        except BaseException as exc:  # noqa: BLE001 - carried to whoever asks for the result
             future.set_exception(exc)
         else:
             future.set_result(answer)
 
-    threading.Thread(target=ask, name="bridge-ask", daemon=True).start()
-    return future.result(timeout_s)
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
+def answer_within(timeout_s: float, call: Callable[[], Answer]) -> Answer:
+    """Return, or raise, what `call` does: it asks the server, and the client itself would retry for minutes.
+
+    Raises:
+        TimeoutError: Nothing came within `timeout_s`; the call goes on in its thread.
+    """
+    return in_thread(call, "bridge-ask").result(timeout_s)
 
 
 def _host(remote: str) -> str:

@@ -10,20 +10,22 @@ import threading
 import warnings
 import weakref
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bridge.config import Settings, load_settings, redact
 from bridge.errors import ConfigError, EngineUnavailableError, MissingDependencyError, SessionLostError
 from bridge.spark.channel import compare_versions, is_installed, is_refused, open_session
-from bridge.spark.engines import Engine
+from bridge.spark.engines import Engine, sail
 from bridge.spark.engines.history import HistoryEngine
-from bridge.spark.engines.sail import EmbeddedSail, SailEngine
+from bridge.spark.engines.process import ConnectServer
 from bridge.spark.failures import translated
 from bridge.spark.sessions import adopt, hand_over, is_gone, is_lost, left_behind
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from pyspark.sql import SparkSession
 
 _DATABRICKS_HOSTS = (
@@ -103,7 +105,7 @@ def _own_name() -> str:
 _opened: dict[str, _Opened] = {}
 _opening = threading.Lock()
 _known: weakref.WeakKeyDictionary[Any, Connection] = weakref.WeakKeyDictionary()
-_servers: dict[str, Any] = {}
+_servers: dict[str, ConnectServer] = {}
 
 
 def connect(remote: str | None = None, *, profile: str | None = None) -> SparkSession:
@@ -136,9 +138,7 @@ def connect(remote: str | None = None, *, profile: str | None = None) -> SparkSe
         >>> bridge.connect().range(3).count()
         3
     """
-    settings = load_settings(profile=profile, remote=remote)
-    named = settings.origins["remote"] in ("keyword", "BRIDGE_REMOTE") or profile is not None
-    found = _resolve(settings, settings.remote if named else None)
+    found = _resolve(load_settings(profile=profile, remote=remote), by_profile=profile is not None)
     if profile is not None:
         found = _known[found.spark] = replace(found, profile=profile)
     return found.spark
@@ -147,8 +147,7 @@ def connect(remote: str | None = None, *, profile: str | None = None) -> SparkSe
 def attach(spark: SparkSession | None, settings: Settings) -> Connection:
     """Return the connection of `spark`, or the one that `connect` would give."""
     if spark is None:
-        named = settings.origins["remote"] in ("keyword", "BRIDGE_REMOTE")
-        return _resolve(settings, settings.remote if named else None)
+        return _resolve(settings)
     if not hasattr(spark, "client") or not hasattr(spark, "session_id"):
         raise _classic_session()
     if spark.client.is_closed:
@@ -169,7 +168,7 @@ def attach(spark: SparkSession | None, settings: Settings) -> Connection:
 
 def is_replaceable(spark: SparkSession) -> bool:
     """Return whether another session is opened in the place of this one when it is lost: it was opened here."""
-    return any(opened.connection.spark is spark for opened in _opened.values())
+    return _opened_as(spark) is not None
 
 
 def reopen(connection: Connection, settings: Settings) -> Connection:
@@ -178,32 +177,35 @@ def reopen(connection: Connection, settings: Settings) -> Connection:
     Raises:
         EngineUnavailableError: The server is not back yet.
     """
-    for key, opened in _opened.items():
-        if opened.connection.spark is connection.spark:
-            return _alive(key, opened.remote, opened.settings)
-    return attach(None, settings)  # another thread was first
+    opened = _opened_as(connection.spark)
+    return _alive(opened.remote, opened.settings) if opened else _resolve(settings)  # another thread was first
 
 
-def _resolve(settings: Settings, named: str | None) -> Connection:
+def _opened_as(spark: SparkSession | None) -> _Opened | None:
+    return next((opened for opened in _opened.values() if opened.connection.spark is spark), None)
+
+
+def _resolve(settings: Settings, *, by_profile: bool = False) -> Connection:
+    is_named = by_profile or settings.origins["remote"] in ("keyword", "BRIDGE_REMOTE")
+    named = settings.remote if is_named else None
     if named is None:
         active = _active_session()
         if active is not None and not is_replaceable(active):
             return attach(active, settings)
-        ours = active or left_behind()
-        for key, opened in _opened.items():
-            if opened.connection.spark is ours:
-                return _alive(key, opened.remote, opened.settings)
+        if opened := _opened_as(active or left_behind()):
+            return _alive(opened.remote, opened.settings)
     remote = named or os.environ.get("SPARK_REMOTE") or _databricks_settings() or settings.remote or "sail"
-    return _alive(f"{remote} {settings.warehouse} {settings.spark_jars}", remote, settings)
+    return _alive(remote, settings)
 
 
-def _alive(key: str, remote: str, settings: Settings) -> Connection:
-    """Return the connection of `key`, opened if there is none, or opened again if its session is gone."""
+def _alive(remote: str, settings: Settings) -> Connection:
+    """Return the connection to `remote`, opened if there is none, or opened again if its session is gone."""
+    key = f"{remote} {settings.warehouse} {settings.spark_jars}"
     with _opening:
         opened = _opened.get(key)
         if opened is not None and not is_gone(opened.connection.spark):
             return _known.setdefault(opened.connection.spark, opened.connection)
-        fresh = _open(remote, key, settings)
+        fresh = _open(remote, settings, key)
         adopt(fresh.spark, is_sail=fresh.engine.name == "sail")
         replaces = opened is not None and is_lost(opened.connection.spark)
         if opened is not None and replaces:
@@ -222,20 +224,17 @@ def _alive(key: str, remote: str, settings: Settings) -> Connection:
     return fresh
 
 
-def _open(remote: str, key: str, settings: Settings) -> Connection:
+def _open(remote: str, settings: Settings, key: str) -> Connection:
     if remote == "sail":
-        embedded = _servers.setdefault(key, EmbeddedSail(settings.warehouse))
-        return Connection(embedded.open(), embedded.engine, "embedded", is_embedded=True)
+        spark = open_session(_served(key, partial(sail.start_server, settings.warehouse)))
+        sail.register_warehouse(spark, settings.warehouse)
+        return Connection(spark, sail.EMBEDDED, "embedded", is_embedded=True)
     if remote.startswith("local"):
         from bridge.spark.engines.apache import start_server
 
-        server = _servers.get(key)
-        if server is None or not server.process.is_running:
-            server = _servers[key] = start_server(
-                remote, spark_jars=settings.spark_jars, warehouse=settings.warehouse / "spark_catalog"
-            )
-            atexit.register(server.stop)
-        return Connection(open_session(server.remote), HistoryEngine("apache", is_here=True), remote)
+        warehouse = settings.warehouse / "spark_catalog"
+        start = partial(start_server, remote, spark_jars=settings.spark_jars, warehouse=warehouse)
+        return Connection(open_session(_served(key, start)), HistoryEngine("apache", is_here=True), remote)
     if remote.startswith("sc://"):
         spark = open_session(remote)
         connection = _look_at(spark)
@@ -250,6 +249,16 @@ def _open(remote: str, key: str, settings: Settings) -> Connection:
     )
 
 
+def _served(key: str, start: Callable[[], ConnectServer]) -> str:
+    """Return the address of the server of `key`, started if it does not run."""
+    server = _servers.get(key)
+    if server is None or not server.process.is_running:
+        server = _servers[key] = start()
+        # before a session is made, so that pyspark's own clean-up at exit still finds the server
+        atexit.register(server.stop)
+    return server.remote
+
+
 def _look_at(spark: SparkSession) -> Connection:
     """Find out what serves a session that somebody else opened."""
     host = str(getattr(spark.client, "host", "") or "")
@@ -259,7 +268,7 @@ def _look_at(spark: SparkSession) -> Connection:
         # Sail answers with its own version here, and with the Spark version it stands for there.
         is_sail = not spark.sql("SELECT version()").collect()[0][0].startswith(spark.version)
     address = str(getattr(getattr(spark.client, "_builder", None), "endpoint", host))
-    return Connection(spark, SailEngine(is_here=False) if is_sail else HistoryEngine("apache"), f"sc://{address}")
+    return Connection(spark, sail.SailEngine(is_here=False) if is_sail else HistoryEngine("apache"), f"sc://{address}")
 
 
 def _active_session() -> Any:

@@ -22,7 +22,6 @@ class Failure(Enum):
     NO_COLUMN = auto()
     NO_VERSION = auto()
     NO_TIME_TRAVEL = auto()
-    SYNTAX = auto()
     TOO_LARGE = auto()
     DENIED = auto()
     NOT_WRITTEN = auto()
@@ -59,8 +58,6 @@ _CONDITIONS = {
     # The client's own, once it has heard that the server was started again.
     "NO_ACTIVE_SESSION": Failure.SESSION_LOST,
     "TASK_WRITE_FAILED": Failure.NOT_WRITTEN,
-    "PARSE_SYNTAX_ERROR": Failure.SYNTAX,
-    "PARSE_EMPTY_STATEMENT": Failure.SYNTAX,
 }
 
 # Of INVALID_HANDLE, what it says of the session; that of one operation may be invalid because it was interrupted.
@@ -77,7 +74,6 @@ _TEXTS = (
         Failure.NO_VERSION,
     ),
     (re.compile(r"time travel is (not|only) supported"), Failure.NO_TIME_TRAVEL),
-    (re.compile(r"invalid argument: found .* expected"), Failure.SYNTAX),
     # Apache gives spark.driver.maxResultSize no condition; gRPC reports a message that is larger than allowed.
     (re.compile(r"is bigger than spark\.driver\.maxResultSize|RESOURCE_EXHAUSTED"), Failure.TOO_LARGE),
     # Databricks sends some refusals without a condition, from below Spark.

@@ -8,40 +8,22 @@ from collections.abc import Iterable
 from bridge.display import did_you_mean
 from bridge.errors import SourceError
 
-_PART = re.compile(r"`((?:[^`]|``)+)`|([^`.]+)")
+_PART = r"`(?:[^`]|``)+`|[^`.]+"
+_NAME = re.compile(rf"(?:{_PART})(?:\.(?:{_PART})){{0,2}}")
 
 
 def parse_name(text: str) -> tuple[str, ...]:
-    """Split `catalog.schema.table` into one to three parts; a part in backticks may hold dots and doubled backticks.
-
-    Raises:
-        SourceError: It is a query, a part is empty, a backtick is unbalanced, or there are more than three parts.
-    """
+    """Split `catalog.schema.table` into one to three parts; a part in backticks may hold dots and doubled backticks."""
     if re.match(r"\s*(select|with)\s", text, re.IGNORECASE):
         raise SourceError("the source is a query; give a table's name, or pass the DataFrame of spark.sql(...).")
-    parts: list[str] = []
-    position = 0
-    while True:
-        match = _PART.match(text, position)
-        if match is None:
-            break
-        parts.append(match.group(1).replace("``", "`") if match.group(1) else match.group(2))
-        position = match.end()
-        if position == len(text):
-            break
-        if text[position] != ".":
-            raise _bad_name(text)
-        position += 1
-    if position != len(text) or text.endswith(".") or not 1 <= len(parts) <= 3 or any(not p.strip() for p in parts):
-        raise _bad_name(text)
+    parts = re.findall(_PART, text) if _NAME.fullmatch(text) else []
+    parts = [part[1:-1].replace("``", "`") if part.startswith("`") else part for part in parts]
+    if not parts or not all(part.strip() for part in parts):
+        raise SourceError(
+            f"{text!r} is no table name.\n"
+            "  Give table, schema.table or catalog.schema.table; put a part that holds a dot in backticks."
+        )
     return tuple(parts)
-
-
-def _bad_name(text: str) -> SourceError:
-    return SourceError(
-        f"{text!r} is no table name.\n"
-        "  Give table, schema.table or catalog.schema.table; put a part that holds a dot in backticks."
-    )
 
 
 def quote(name: str) -> str:

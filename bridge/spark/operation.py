@@ -9,11 +9,11 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bridge.errors import EngineSilentError, EngineUnavailableError
-from bridge.spark.channel import answer_within, is_refused
-from bridge.spark.failures import quiet, translated
+from bridge.spark.channel import answer_within, in_thread, is_refused
+from bridge.spark.failures import translated
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,66 +49,57 @@ def run_watched(
         EngineUnavailableError: The server is gone, or has ended the session (SessionLostError).
         AccessDeniedError, EngineError: What the server said.
     """
-    with translated(name):
-        operation = Operation(spark, call, on_progress)
-        wait_s = STOP_TIMEOUT_S
-        try:
-            while not operation.ends_within(SILENCE_S):
-                wait_s = 0.0  # for one that does not answer now
-                probe(spark, name)
-                wait_s = STOP_TIMEOUT_S
-        finally:
-            operation.stop(wait_s)
-        return operation.outcome.result()
+    with translated(name), running(spark, call, on_progress=on_progress) as (outcome, probe):
+        while not wait([outcome], SILENCE_S).done:
+            probe(name)
+        return outcome.result()
 
 
 def finish_within(spark: SparkSession, call: Callable[[], Answer], timeout_s: float) -> Answer | None:
     """Return what `call` does, None (and stop it on the server) where it takes longer than `timeout_s`."""
-    operation = Operation(spark, call)
-    try:
-        return operation.outcome.result() if operation.ends_within(timeout_s) else None
-    finally:
-        operation.stop(STOP_TIMEOUT_S)
-
-
-class Operation(Generic[Answer]):
-    """A call that runs in a thread, whose operations carry a tag by which they can be stopped on the server."""
-
-    def __init__(self, spark: SparkSession, call: Callable[[], Answer], on_progress: OnProgress | None = None) -> None:
-        self.outcome: Future[Answer] = Future()
-        self._spark = spark
-        self._tag = f"bridge-{uuid.uuid4().hex}"
-        self._thread = threading.Thread(target=self._run, args=(call, on_progress), name="bridge-run", daemon=True)
-        self._thread.start()
-
-    def ends_within(self, timeout_s: float) -> bool:
-        """Wait for the end, with or without an answer; return whether it came."""
-        return bool(wait([self.outcome], timeout_s).done)
-
-    def stop(self, wait_s: float) -> None:
-        """Stop what still runs; see `stop`."""
-        if not self.outcome.done():
-            stop(self._spark, self._tag, wait_s, self._thread)
-
-    def _run(self, call: Callable[[], Answer], on_progress: OnProgress | None) -> None:
-        try:
-            # Tags belong to the thread.
-            with tagged(self._spark, self._tag), _reported(self._spark, on_progress), quiet():
-                answer = call()
-        except BaseException as exc:  # noqa: BLE001 - carried to the caller, who raises it
-            self.outcome.set_exception(exc)
-        else:
-            self.outcome.set_result(answer)
+    with running(spark, call) as (outcome, _):
+        return outcome.result() if wait([outcome], timeout_s).done else None
 
 
 @contextmanager
-def tagged(spark: SparkSession, tag: str) -> Iterator[None]:
-    """Give what this thread asks of the server a tag."""
-    spark.addTag(tag)
+def running(
+    spark: SparkSession,
+    call: Callable[[], Answer],
+    *,
+    on_progress: OnProgress | None = None,
+    thread: str = "bridge-run",
+    arrived: queue.Queue[Any] | None = None,
+) -> Iterator[tuple[Future[Answer], Callable[[str], None]]]:
+    """Run a call in a thread, under a tag by which it is stopped on the server if it has not ended with the context.
+
+    Gives the outcome, and what asks a server that has sent nothing for a while whether it lives; see `_probe`.
+
+    Args:
+        arrived: Where the call may wait for room.
+    """
+    tag = f"bridge-{uuid.uuid4().hex}"
+    wait_s = STOP_TIMEOUT_S
+
+    def run() -> Answer:
+        spark.addTag(tag)  # tags belong to the thread
+        try:
+            with _reported(spark, on_progress):
+                return call()
+        finally:
+            spark.removeTag(tag)
+
+    def probe(name: str) -> None:
+        nonlocal wait_s
+        wait_s = 0.0  # for one that does not answer now
+        _probe(spark, name)
+        wait_s = STOP_TIMEOUT_S
+
+    outcome = in_thread(run, thread)
     try:
-        yield
+        yield outcome, probe
     finally:
-        spark.removeTag(tag)
+        if not outcome.done():
+            _stop(spark, tag, wait_s, outcome, arrived)
 
 
 @contextmanager
@@ -140,8 +131,8 @@ def _reported(spark: Any, on_progress: OnProgress | None) -> Iterator[None]:
             spark.removeProgressHandler(hear)
 
 
-def probe(spark: SparkSession, name: str) -> None:
-    """Ask a server that has sent nothing for a while whether it lives.
+def _probe(spark: SparkSession, name: str) -> None:
+    """Ask a server whether it lives.
 
     Raises:
         EngineSilentError: It does not answer.
@@ -162,24 +153,15 @@ def probe(spark: SparkSession, name: str) -> None:
         ) from exc
 
 
-def stop(
-    spark: SparkSession, tag: str, wait_s: float, runner: threading.Thread, arrived: queue.Queue[Any] | None = None
-) -> None:
+def _stop(spark: SparkSession, tag: str, wait_s: float, outcome: Future[Any], arrived: queue.Queue[Any] | None) -> None:
     """Stop an operation on the server and let the thread that runs it end, waiting no longer than `wait_s`.
 
-    A server that answers later gets the interrupt then. The thread may wait for room in `arrived`.
+    A server that answers later gets the interrupt then.
     """
-    interrupter = threading.Thread(target=_interrupt, args=(spark, tag), name="bridge-interrupt", daemon=True)
-    interrupter.start()
+    # the operation may have ended by itself, or the server be gone: either way it does not run, and nobody asks
+    interrupted = in_thread(lambda: spark.interruptTag(tag), "bridge-interrupt")
     deadline = time.monotonic() + wait_s
-    while (interrupter.is_alive() or runner.is_alive()) and time.monotonic() < deadline:
-        runner.join(0.05)
+    while wait([interrupted, outcome], 0.05).not_done and time.monotonic() < deadline:
         if arrived is not None:
             with suppress(queue.Empty):
                 arrived.get_nowait()
-
-
-def _interrupt(spark: SparkSession, tag: str) -> None:
-    # the operation may have ended by itself, or the server be gone: either way it does not run
-    with suppress(Exception), quiet():
-        spark.interruptTag(tag)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
-import uuid
 from collections.abc import Generator
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
@@ -13,8 +14,8 @@ import pyarrow as pa
 from bridge.columns.contract import conform
 from bridge.errors import TableTooLargeError
 from bridge.spark import operation
-from bridge.spark.failures import Failure, classify, quiet, reason, translated
-from bridge.spark.operation import finish_within, probe, stop, tagged
+from bridge.spark.failures import Failure, classify, reason, translated
+from bridge.spark.operation import finish_within, running
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -38,65 +39,55 @@ def stream_batches(frame: DataFrame, schema: pa.Schema, name: str) -> Generator[
         EngineUnavailableError: The server is gone, or has ended the session (SessionLostError).
         AccessDeniedError: The rows may not be read.
     """
-    spark = frame.sparkSession
-    tag = f"bridge-{uuid.uuid4().hex}"
     arrived: queue.Queue[Any] = queue.Queue(_AHEAD)
     stopped = threading.Event()
-    fetcher = threading.Thread(target=_fetch, args=(frame, tag, arrived, stopped), name="bridge-fetch", daemon=True)
-    fetcher.start()
-    finished, wait_s = False, operation.STOP_TIMEOUT_S
-    try:
-        while True:
-            try:
-                item = arrived.get(timeout=operation.SILENCE_S)
-            except queue.Empty:
-                wait_s = 0.0  # for one that does not answer now
-                probe(spark, name)
-                wait_s = operation.STOP_TIMEOUT_S
-                continue
-            if item is _END:
-                finished = True
-                return
-            if isinstance(item, BaseException):
-                finished = True
-                _raise(item, name)
-            yield conform(item, schema, name)
-    finally:
-        if not finished:
-            stopped.set()
-            stop(spark, tag, wait_s, fetcher, arrived)
-
-
-def _fetch(frame: Any, tag: str, arrived: queue.Queue[Any], stopped: threading.Event) -> None:
-    spark, client = frame.sparkSession, frame.sparkSession.client
-    batches = None
-    try:
-        # Tags belong to the thread, and the request is sent by the first `next`.
-        with tagged(spark, tag), quiet():
-            batches = client.to_table_as_iterator(frame._plan.to_proto(client), frame._plan.observations)
-            for item in batches:
-                if stopped.is_set():
+    fetch = partial(_fetch, frame, arrived, stopped)
+    with running(frame.sparkSession, fetch, thread="bridge-fetch", arrived=arrived) as (outcome, probe):
+        try:
+            while True:
+                try:
+                    item = arrived.get(timeout=operation.SILENCE_S)
+                except queue.Empty:
+                    probe(name)
+                    continue
+                if item is _END:
+                    _check(outcome, name)
                     return
-                if isinstance(item, pa.Table):
-                    arrived.put(item)
-        arrived.put(_END)
-    except BaseException as exc:  # noqa: BLE001 - carried to the consumer, who raises it
-        # After an interrupt engines raise errors of their own, each a different one: nobody waits for them.
-        if not stopped.is_set():
-            arrived.put(exc)
+                yield conform(item, schema, name)
+        finally:
+            stopped.set()
+
+
+def _fetch(frame: Any, arrived: queue.Queue[Any], stopped: threading.Event) -> None:
+    client, batches = frame.sparkSession.client, None
+    try:
+        # The request is sent by the first `next`.
+        batches = client.to_table_as_iterator(frame._plan.to_proto(client), frame._plan.observations)
+        for item in batches:
+            if stopped.is_set():
+                return
+            if isinstance(item, pa.Table):
+                arrived.put(item)
     finally:
         if batches is not None:
             batches.close()
+        # After an interrupt engines raise errors of their own, each a different one: nobody waits for them.
+        if not stopped.is_set():
+            arrived.put(_END)
 
 
-def _raise(exc: BaseException, name: str) -> None:
-    if classify(exc) is Failure.TOO_LARGE:
-        raise TableTooLargeError(
-            f"{name} is more than the server sends as one result: {reason(exc)}\n"
-            '  Name fewer columns, use limit=, or use route="export".'
-        ) from exc
-    with translated(name):
-        raise exc
+def _check(outcome: Future[None], name: str) -> None:
+    """Raise what ended the rows before their end."""
+    try:
+        outcome.result()
+    except BaseException as exc:
+        if classify(exc) is Failure.TOO_LARGE:
+            raise TableTooLargeError(
+                f"{name} is more than the server sends as one result: {reason(exc)}\n"
+                '  Name fewer columns, use limit=, or use route="export".'
+            ) from exc
+        with translated(name):
+            raise
 
 
 def _rows(frame: Any) -> pa.Table:

@@ -69,11 +69,7 @@ class Shape:
         return cls(shards, row_groups, count, tuple(names), seed)
 
     def spelled(self, schema: pa.Schema) -> Shape:
-        """Return the same with the columns of `order_by` in the table's own spelling.
-
-        Raises:
-            SourceError: One is not among the columns that are read, or is a map, which has no order.
-        """
+        """Return the same with the columns of `order_by` in the table's own spelling."""
         known = {column.lower(): column for column in schema.names}
         for name in self.order_by:
             if name.lower() not in known:

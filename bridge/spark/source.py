@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from bridge.errors import EngineError, PolicyError, SourceError, SourceNotFoundError
+from bridge.errors import PolicyError, SourceError, SourceNotFoundError
 from bridge.spark.arrow import arrow_schema
 from bridge.spark.channel import answer_within, is_refused
 from bridge.spark.engines import Engine, Pin
@@ -50,11 +51,11 @@ class Source:
     kind: str  # "delta", "files", "foreign", "view" or "dataframe"
     location: str | None
     pin: Pin
-    columns: tuple[str, ...]
-    where: str | None
-    limit: int | None
     frame: DataFrame = field(repr=False)
     unfiltered: DataFrame = field(repr=False)
+    columns: tuple[str, ...] = ()
+    where: str | None = None
+    limit: int | None = None
     is_repeatable: bool = True
     view: str | None = None
     dropped: DataFrame | None = field(default=None, repr=False)
@@ -79,9 +80,15 @@ class Source:
         return arrow_schema(self.spark_schema, self.name)
 
     def close(self) -> None:
-        """Drop the private view, if there is one. The frames cannot be run afterwards."""
-        if self.view is not None:
-            _drop_view(self.spark, self.view)
+        """Drop the private view, if there is one. The frames cannot be run afterwards.
+
+        A server that does not answer is not waited for, since the view ends with the session.
+        """
+        from pyspark.errors import PySparkException
+
+        if self.view is not None and not is_refused(self.spark):
+            with suppress(PySparkException, TimeoutError):
+                answer_within(_DROP_TIMEOUT_S, partial(self.spark.catalog.dropTempView, self.view))
 
 
 def resolve(
@@ -105,13 +112,18 @@ def resolve(
         SourceError: Duplicate column names, `version` on something that has none, a filter that does not parse, a
             column of a type that Arrow cannot hold, a DataFrame of another session.
     """
-    asked = _checked_version(version, timestamp)
+    version, at = _checked_version(version, timestamp)
     if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 0):
         raise SourceError(f"limit is {limit!r}; give a whole number of rows, 0 or more.")
     if columns is not None and (isinstance(columns, str) or not list(columns)):
         raise SourceError(f"columns is {columns!r}; give a list of column names, or leave it out for all of them.")
 
-    found = _find(source, spark, engine, *asked, volume_root)
+    if not isinstance(source, str) and hasattr(source, "sparkSession"):
+        found = _find_dataframe(source, spark, engine, version, at)
+    elif isinstance(source, str) and not is_path(source):
+        found = _find_name(source, spark, engine, version, at)
+    else:
+        found = _find_path(source, spark, engine, version, at, volume_root)
     try:
         chosen = _choose_columns(found.frame.columns, columns, found.name)
         _check_policies(found.frame, chosen, drop_nulls, to_json)
@@ -123,12 +135,10 @@ def resolve(
             there = " AND ".join(f"{quote(name)} IS NOT NULL" for name in drop_nulls)
             frame, dropped = frame.filter(there), frame.filter(f"NOT ({there})")
         frame = unfiltered if frame is found.frame else _select(frame, chosen, to_json)
-        frame = frame if limit is None else frame.limit(limit)
-        resolved = Source(
-            spark, engine, found.name, found.kind, found.location, found.pin, chosen, text, limit,
-            frame, unfiltered, repeatable, found.view, dropped,
-            is_temporary=found.is_temporary, where_is_text=where is None or isinstance(where, str), again=found.again,
-            asked_at=asked[1],
+        resolved = replace(
+            found, frame=frame if limit is None else frame.limit(limit), unfiltered=unfiltered, columns=chosen,
+            where=text, where_is_text=where is None or isinstance(where, str), limit=limit, dropped=dropped,
+            is_repeatable=repeatable, asked_at=at,
         )  # fmt: skip
         with translated(found.name):
             _ = resolved.schema
@@ -136,32 +146,6 @@ def resolve(
         found.close()
         raise
     return resolved
-
-
-@dataclass(frozen=True)
-class _Found:
-    spark: SparkSession
-    name: str
-    kind: str
-    location: str | None
-    pin: Pin
-    frame: DataFrame
-    view: str | None = None
-    is_temporary: bool = False
-    again: str | Path | None = None
-
-    def close(self) -> None:
-        if self.view is not None:
-            _drop_view(self.spark, self.view)
-
-
-def _drop_view(spark: SparkSession, view: str) -> None:
-    """Drop a private view; a server that does not answer is not waited for, since the view ends with the session."""
-    from pyspark.errors import PySparkException
-
-    if not is_refused(spark):
-        with suppress(PySparkException, TimeoutError):
-            answer_within(_DROP_TIMEOUT_S, lambda: spark.catalog.dropTempView(view))
 
 
 def _checked_version(version: int | None, timestamp: str | datetime | None) -> tuple[int | None, str | None]:
@@ -180,23 +164,9 @@ def _checked_version(version: int | None, timestamp: str | datetime | None) -> t
     return version, timestamp
 
 
-def _find(
-    source: Any,
-    spark: SparkSession,
-    engine: Engine,
-    version: int | None,
-    timestamp: str | None,
-    volume_root: Path | None,
-) -> _Found:
-    if not isinstance(source, str) and hasattr(source, "sparkSession"):
-        return _find_dataframe(source, spark, version, timestamp)
-    text = str(source)
-    if not isinstance(source, str) or is_path(text):
-        return replace(_find_path(text, spark, engine, version, timestamp, volume_root), again=source)
-    return _find_name(text, spark, engine, version, timestamp)
-
-
-def _find_dataframe(frame: Any, spark: SparkSession, version: int | None, timestamp: str | None) -> _Found:
+def _find_dataframe(
+    frame: Any, spark: SparkSession, engine: Engine, version: int | None, timestamp: str | None
+) -> Source:
     if not hasattr(frame, "_plan"):
         raise SourceError(
             "the DataFrame belongs to a classic Spark session; bridge reads through Spark Connect.\n"
@@ -208,13 +178,20 @@ def _find_dataframe(frame: Any, spark: SparkSession, version: int | None, timest
             "  Leave spark= out: a DataFrame is read by its own session."
         )
     _refuse_version("a DataFrame", version, timestamp)
-    found = _pin_plan(frame, spark, "DataFrame", "dataframe", "a DataFrame's plan has no version")
-    return replace(found, is_temporary=True)
+    held, view = _held(frame, spark, "DataFrame")
+    pin = Pin(None, None, "a DataFrame's plan has no version")
+    return Source(spark, engine, "DataFrame", "dataframe", None, pin, held, held, view=view, is_temporary=True)
 
 
 def _find_path(
-    text: str, spark: SparkSession, engine: Engine, version: int | None, timestamp: str | None, volume_root: Path | None
-) -> _Found:
+    source: str | Path,
+    spark: SparkSession,
+    engine: Engine,
+    version: int | None,
+    timestamp: str | None,
+    volume_root: Path | None,
+) -> Source:
+    text = str(source)
     folder = locate(text, volume_root)
     # A folder that is not here may be one that the server has.
     is_here = folder.local is not None and folder.local.is_dir()
@@ -222,10 +199,10 @@ def _find_path(
     relation = f"delta.{quote(path)}"
     pin = engine.pin(spark, relation, path, version, timestamp)
     frame, pin = _read_delta(spark, text, relation, pin, version, timestamp)
-    return _Found(spark, text, "delta", path, pin, frame)
+    return Source(spark, engine, text, "delta", path, pin, frame, frame, again=source)
 
 
-def _find_name(text: str, spark: SparkSession, engine: Engine, version: int | None, timestamp: str | None) -> _Found:
+def _find_name(text: str, spark: SparkSession, engine: Engine, version: int | None, timestamp: str | None) -> Source:
     parts = parse_name(text)
     relation = quote_parts(parts)
     name = ".".join(parts)
@@ -239,22 +216,32 @@ def _find_name(text: str, spark: SparkSession, engine: Engine, version: int | No
         remember_place(spark, *place)
         full = (*place[: 3 - len(parts)], *parts)
         name, again = ".".join(full), quote_parts(full)
-    if details.get("provider", "").lower() != "delta":
-        is_view = "provider" not in details
-        _refuse_version(f"{name}, a {'view' if is_view else details['provider'] + ' table'},", version, timestamp)
-        why = "a view has no version" if is_view else f"a {details['provider']} table has no version"
-        is_files = details.get("provider", "").lower() in _FILE_PROVIDERS
-        kind = "view" if is_view else "files" if is_files else "foreign"
-        found = _pin_plan(spark.table(relation), spark, name, kind, why, details.get("location"))
-        pin = replace(found.pin, fingerprint=details.get("view text"))
-        return replace(found, pin=pin, is_temporary=is_temporary, again=again)
-    location = details.get("location")
+    location, provider = details.get("location"), details.get("provider")
+    if provider is None or provider.lower() != "delta":
+        what = "view" if provider is None else f"{provider} table"
+        _refuse_version(f"{name}, a {what},", version, timestamp)
+        kind = "view" if provider is None else "files" if provider.lower() in _FILE_PROVIDERS else "foreign"
+        held, view = _held(spark.table(relation), spark, name)
+        pin = Pin(None, details.get("view text"), f"a {what} has no version")
+        return Source(
+            spark, engine, name, kind, location, pin, held, held, view=view, is_temporary=is_temporary, again=again
+        )
     pin = engine.pin(spark, relation, location, version, timestamp)
     frame, pin = _read_delta(spark, name, relation, pin, version, timestamp)
     if any(key.strip("# ").startswith(("row filter", "column mask")) for key in details):
         # what they let through may change without a version
         pin = replace(pin, fingerprint=None, reason=f"{pin.reason}; its row filter or column masks have no version")
-    return _Found(spark, name, "delta", location, pin, frame, again=again)
+    return Source(spark, engine, name, "delta", location, pin, frame, frame, again=again)
+
+
+def _held(frame: DataFrame, spark: SparkSession, name: str) -> tuple[DataFrame, str | None]:
+    """Hold a plan fast under a private view, so that a view it reads can be replaced meanwhile without harm."""
+    with translated(name):
+        if len({column.lower() for column in frame.columns}) < len(frame.columns):
+            return frame, None  # no view can have such columns, and they are refused
+        view = f"bridge_{uuid.uuid4().hex}"
+        frame.createTempView(view)
+        return spark.table(view), view
 
 
 def _read_delta(
@@ -319,41 +306,23 @@ def _missing_table(spark: SparkSession, parts: tuple[str, ...], name: str) -> st
         return [row["tableName"] if "tableName" in row else row[0] for row in rows]
 
     *above, table = parts
-    if len(above) == 2:
-        catalogs = [catalog for catalog in listed("SHOW CATALOGS") if catalog != "system"]
-        if not _among(above[0], catalogs):
-            return f"{name} does not exist: there is no catalog {above[0]}.\n  {near(above[0], catalogs)}".rstrip()
-    if above:
-        schemas = listed("SHOW SCHEMAS" + (f" IN {quote(above[0])}" if len(above) == 2 else ""))
-        if not _among(above[-1], schemas):
-            return (
-                f"{name} does not exist: there is no schema {'.'.join(above)}.\n  {near(above[-1], schemas)}".rstrip()
-            )
+    in_catalog = f" IN {quote(above[0])}" if len(above) == 2 else ""
+    levels = [("catalog", above[:1], "SHOW CATALOGS")] if in_catalog else []
+    levels += [("schema", above, f"SHOW SCHEMAS{in_catalog}")] if above else []
+    for kind, path, statement in levels:
+        known = listed(statement)
+        if path[-1].lower() not in {candidate.lower() for candidate in known}:
+            offered = near(path[-1], set(known) - {"system"})
+            return f"{name} does not exist: there is no {kind} {'.'.join(path)}.\n  {offered}".rstrip()
     tables = listed("SHOW TABLES" + (f" IN {quote_parts(above)}" if above else ""))
     where = f"in {'.'.join(above)}" if above else "in the current schema"
     return f"{name} does not exist {where}.\n  {near(table, tables)}".rstrip()
-
-
-def _among(name: str, known: list[str]) -> bool:
-    return name.lower() in {candidate.lower() for candidate in known}
 
 
 def _refuse_version(what: str, version: int | None, timestamp: str | None) -> None:
     if version is not None or timestamp is not None:
         asked = f"version={version}" if version is not None else f"timestamp={timestamp!r}"
         raise SourceError(f"{what} has no versions, so {asked} cannot be read.\n  Leave it out, or name a Delta table.")
-
-
-def _pin_plan(
-    frame: DataFrame, spark: SparkSession, name: str, kind: str, why: str, location: str | None = None
-) -> _Found:
-    """Hold a plan fast under a private view, so that a view it reads can be replaced meanwhile without harm."""
-    view = f"bridge_{uuid.uuid4().hex}"
-    with translated(name):
-        if len({column.lower() for column in frame.columns}) == len(frame.columns):
-            frame.createTempView(view)
-            return _Found(spark, name, kind, location, Pin(None, None, why), spark.table(view), view)
-    return _Found(spark, name, kind, location, Pin(None, None, why), frame)
 
 
 @contextmanager
@@ -364,23 +333,21 @@ def _time_travel(name: str, version: int | None, timestamp: str | None) -> Itera
     asked = "newest version" if timestamp is None else f"timestamp {timestamp!r}"
     asked = asked if version is None else f"version {version}"
     try:
-        with translated(name):
+        with quiet():
             yield
-    except EngineError as exc:
-        cause = exc.__cause__
-        if not isinstance(cause, PySparkException):
-            raise
-        failure = classify(cause)
+    except PySparkException as exc:
+        failure = classify(exc)
         if failure is Failure.NO_TABLE:
             raise SourceNotFoundError(
-                f"{name} is no Delta table: {reason(cause)}\n"
+                f"{name} is no Delta table: {reason(exc)}\n"
                 "  Give the folder that holds _delta_log; read other files with spark.read and pass the DataFrame."
-            ) from cause
+            ) from exc
         if failure is Failure.NO_VERSION:
-            raise SourceNotFoundError(f"{name} has no {asked}: {reason(cause)}") from cause
+            raise SourceNotFoundError(f"{name} has no {asked}: {reason(exc)}") from exc
         if failure is Failure.NO_TIME_TRAVEL:
-            raise SourceError(f"{name} cannot be read as of {asked}: {reason(cause)}") from cause
-        raise
+            raise SourceError(f"{name} cannot be read as of {asked}: {reason(exc)}") from exc
+        with translated(name):
+            raise
 
 
 def _choose_columns(have: list[str], asked: Sequence[str] | None, name: str) -> tuple[str, ...]:

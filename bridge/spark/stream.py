@@ -63,17 +63,15 @@ def repeated(rows: pa.Table) -> list[str] | bool:
     names = [
         name
         for name, column in zip(some.column_names, some.columns, strict=True)
-        if _is_uncounted(column.type) or 2 * pc.count_distinct(column).as_py() <= some.num_rows
+        if pa.types.is_nested(column.type)
+        or pa.types.is_null(column.type)
+        or 2 * pc.count_distinct(column).as_py() <= some.num_rows
     ]
     sink = io.BytesIO()
     pq.write_table(rows.schema.empty_table(), sink)
     leaves = pq.read_metadata(sink).schema
     paths = [leaves.column(index).path for index in range(len(leaves))]
     return [path for path in paths if any(path == name or path.startswith(f"{name}.") for name in names)] or False
-
-
-def _is_uncounted(arrow: pa.DataType) -> bool:
-    return bool(pa.types.is_nested(arrow) or pa.types.is_null(arrow))
 
 
 class _Shards:
@@ -111,7 +109,6 @@ class _Shards:
         """Write what is left. There is a file even where there are no rows."""
         if self._pending or not self.names:
             self._write_row_group()
-        self.close()
 
     def close(self) -> None:
         """Close the file that is open."""

@@ -218,8 +218,7 @@ def _moved(frame: DataFrame, source: Source, shape: Shape, count: int, num_rows:
             mixed, key, added = _with_key(frame.repartition(count), shape.shuffle_at_write)
             return mixed.sortWithinPartitions(key).drop(*added)
         mixed, key, added = _with_key(frame, shape.shuffle_at_write)
-        to = _dealing_key(source, count, F.pmod(F.col(key), F.lit(count)))
-        return mixed.repartition(count, to).sortWithinPartitions(key).drop(*added)
+        return mixed.repartition(count, key).sortWithinPartitions(key).drop(*added)
     if not is_scan:
         return frame.repartition(count)
     together = max(1, min(_DEALT_ROWS, num_rows // (8 * count)))

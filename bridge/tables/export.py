@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bridge.columns.rules import Rules
 from bridge.config import load_settings
@@ -15,11 +15,12 @@ from bridge.display import did_you_mean
 from bridge.errors import ExportNotFoundError, SourceError
 from bridge.manifest import Manifest
 from bridge.spark.shape import LAYOUT, Shape
-from bridge.tables.fetch import load_for_all
+from bridge.tables import ranks
 from bridge.tables.identity import differing
 from bridge.tables.inventory import is_named
 from bridge.tables.prepare import Reuse
 from bridge.tables.publish import bind, export_folder, readable_exports
+from bridge.tables.replay import with_replay
 from bridge.tables.table import Table
 from bridge.volumes.commit import read_marker
 from bridge.volumes.path import locate
@@ -83,13 +84,13 @@ def export_table(
         ExportError: The rows that were written are not the rows that were read; nothing is left visible.
         SourceNotFoundError, SourceError, PolicyError, EngineError, RankError: As in `load_table`.
     """
-    arguments = {
+    arguments: dict[str, Any] = {
         "source": source, "volume": volume, "columns": columns, "where": where, "version": version,
         "timestamp": timestamp, "limit": limit, "policies": policies,
         "shape": Shape.checked(shard_bytes, row_group_bytes, num_shards, order_by, shuffle_at_write),
         "reuse": Reuse(reuse, max_age_s, shared),
     }  # fmt: skip
-    return load_for_all("export_table", arguments, spark, route="export")
+    return ranks.shared(lambda: with_replay(spark=spark, route="export", **arguments), "export_table", arguments)
 
 
 def open_export(

@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from bridge.columns.rules import Rules
 from bridge.display import format_bytes, format_count
 from bridge.errors import TableTooLargeError, VolumeError
+from bridge.manifest import LostTimesError, Manifest, Shard, encode_schema
 from bridge.progress import progress_bar
 from bridge.spark.read import stream_batches
-from bridge.spark.source import Source
-from bridge.tables.prepare import Prepared, prepare
-from bridge.tables.publish import bind, export_folder, write_export
-from bridge.tables.ranks import shared
+from bridge.spark.write import write_shards
+from bridge.tables.prepare import Prepared
+from bridge.tables.publish import bind, export_folder, publish
 from bridge.tables.receipt import make_receipt
-from bridge.tables.replay import with_replay
 from bridge.tables.table import Table
-
-if TYPE_CHECKING:
-    from pyspark.sql import SparkSession
+from bridge.volumes.path import Place
 
 # Batches as servers send them are small; they are joined to pieces of this size while they arrive, so that no moment
 # needs the whole table twice.
 _PIECE_BYTES = 32 << 20
-
-
-def load_for_all(name: str, arguments: Mapping[str, Any], spark: SparkSession | None, **options: Any) -> Table:
-    """Prepare and fetch, once for all ranks of a process group.
-
-    Args:
-        name: The function that was called, and `arguments` what with; but for the session, which rank 0 alone needs.
-        options: What goes to `prepare` beside them.
-    """
-    return shared(lambda: with_replay(prepare, fetch, spark=spark, **arguments, **options), name, arguments)
 
 
 def fetch(prepared: Prepared) -> Table:
@@ -78,26 +68,26 @@ class _OutgrownError(Exception):
 
 
 def _collect(prepared: Prepared) -> Table:
-    source, plan = prepared.source, prepared.plan
-    receipt = make_receipt(source, prepared.connection)
-    rows = _collect_rows(source, plan.max_bytes, prepared.size.num_rows, prepared.settings.progress)
+    receipt = make_receipt(prepared.source, prepared.connection)
+    rows = _collect_rows(prepared)
     rules = prepared.rules.bound(lambda: [rows])
     receipt |= {"route": "collect", "num_rows": rows.num_rows, "policies": rules.to_json()}
-    return Table.collected(rows, rules, plan=plan, receipt=receipt)
+    return Table.collected(rows, rules, plan=prepared.plan, receipt=receipt)
 
 
-def _collect_rows(source: Source, max_bytes: int, expected_rows: int | None, show: bool | None) -> pa.Table:
+def _collect_rows(prepared: Prepared) -> pa.Table:
+    source, expected, show = prepared.source, prepared.size.num_rows, prepared.settings.progress
     schema = source.schema
     pieces: list[pa.Table] = []
     pending: list[pa.Table] = []
     num_rows = num_bytes = pending_bytes = 0
-    bar = progress_bar(f"collect {source.name}", total=expected_rows, unit=" rows", enabled=show)
+    bar = progress_bar(f"collect {source.name}", total=expected, unit=" rows", enabled=show)
     with bar, closing(stream_batches(source.frame, schema, source.name)) as batches:
         for batch in batches:
             num_rows += batch.num_rows
             num_bytes += batch.nbytes
             pending_bytes += batch.nbytes
-            if num_bytes > max_bytes:
+            if num_bytes > prepared.plan.max_bytes:
                 raise _OutgrownError(num_rows, num_bytes)
             pending.append(batch)
             if pending_bytes >= _PIECE_BYTES:
@@ -132,18 +122,54 @@ def _export(prepared: Prepared) -> Table:
     else:
         why = prepared.reuse.why_new(parent, prepared.identity, prepared.source.pin.version)
         plan = replace(plan, reuse_reason=plan.reuse_reason or why)
-        folder, manifest, rules = write_export(
-            prepared.source,
-            prepared.connection,
-            parent,
-            identity=prepared.identity,
-            shape=prepared.shape,
-            size=prepared.size,
-            rules=prepared.rules,
-            facts={"num_dropped": plan.num_dropped},
-            show=prepared.settings.progress,
-        )
+        folder, manifest, rules = _written(prepared, parent)
     return Table.exported(folder, manifest, rules, plan=plan, client_max_bytes=prepared.settings.client_max_bytes)
+
+
+def _written(prepared: Prepared, parent: Place) -> tuple[Path, Manifest, Rules]:
+    """Write a new export under `parent`; on failure nothing is left. The rules hold what dictionaries were found."""
+    source, identity, size = prepared.source, prepared.identity, prepared.size
+    schema, show = source.schema, prepared.settings.progress
+    facts = {"num_dropped": prepared.plan.num_dropped, "route": "export"}
+    receipt = {**make_receipt(source, prepared.connection), **facts}
+
+    def described(shards: tuple[Shard, ...], folder: Path) -> Manifest:
+        num_rows = sum(shard.num_rows for shard in shards)
+        width = size.row_bytes if size.row_bytes is not None else _measured_width(folder, shards)
+        manifest = Manifest(
+            table=source.name,
+            version=source.pin.version,
+            identity=identity.key,
+            query=identity.query,
+            schema_ipc=encode_schema(schema),
+            num_rows=num_rows,
+            num_bytes=sum(shard.num_bytes for shard in shards),
+            memory_bytes=round(num_rows * width),
+            shards=shards,
+            receipt={**receipt, "num_rows": num_rows},
+        )
+        policies = bind(folder, manifest, prepared.rules).to_json()
+        return replace(manifest, receipt={**manifest.receipt, "policies": policies})
+
+    def attempt(*, as_integers: bool) -> tuple[Path, Manifest, Rules]:
+        write = partial(write_shards, source, shape=prepared.shape, size=size, as_integers=as_integers, show=show)
+        label, by_server = identity.key or "unpinned", source.engine.spark_writes
+        folder, manifest = publish(parent, label, source.name, schema, write, described, by_server=by_server, show=show)
+        return folder, manifest, Rules.from_json(schema, manifest.receipt["policies"])
+
+    try:
+        return attempt(as_integers=False)
+    except LostTimesError:
+        return attempt(as_integers=True)
+
+
+def _measured_width(folder: Path, shards: Sequence[Shard]) -> float:
+    """Return the mean Arrow bytes of a row of the first row group."""
+    for shard in shards:
+        if shard.num_rows:
+            rows: Any = pq.ParquetFile(folder / shard.name).read_row_group(0)
+            return float(rows.nbytes / rows.num_rows)
+    return 0.0
 
 
 def _too_large(prepared: Prepared, told: str) -> TableTooLargeError:

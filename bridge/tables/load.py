@@ -6,11 +6,12 @@ import os
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bridge.tables.fetch import load_for_all
+from bridge.tables import ranks
 from bridge.tables.plan import Plan
 from bridge.tables.prepare import prepare
+from bridge.tables.replay import with_replay
 from bridge.tables.table import Table
 
 if TYPE_CHECKING:
@@ -105,8 +106,8 @@ def load_table(
         >>> table.to_numpy()["id"].tolist()
         [0, 1, 2]
     """
-    arguments = {
+    arguments: dict[str, Any] = {
         "source": source, "columns": columns, "where": where, "version": version, "timestamp": timestamp,
         "limit": limit, "policies": policies, "route": route, "max_bytes": max_bytes, "volume": volume,
     }  # fmt: skip
-    return load_for_all("load_table", arguments, spark)
+    return ranks.shared(lambda: with_replay(spark=spark, **arguments), "load_table", arguments)

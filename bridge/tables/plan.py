@@ -90,9 +90,6 @@ def decide(num_bytes: int | None, max_bytes: int, route: str) -> tuple[Route, st
         num_bytes: Estimated Arrow bytes of the result, None where unknown.
         max_bytes: The ceiling of a collect.
         route: "auto", "collect" or "export".
-
-    Raises:
-        ValueError: `route` is none of the three.
     """
     if route not in ("auto", "collect", "export"):
         raise ValueError(f'route is {route!r}; give "auto", "collect" or "export".')

@@ -6,29 +6,22 @@ import contextlib
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from bridge.columns.rules import Rules
 from bridge.errors import ExportError, VolumeError
 from bridge.loading.row_groups import ExportedRowGroups
-from bridge.manifest import LostTimesError, Manifest, Shard, describe_shard, encode_schema
+from bridge.manifest import Manifest, Shard, describe_shard
 from bridge.progress import progress_bar
-from bridge.spark.connect import Connection
 from bridge.spark.shape import Shape
-from bridge.spark.size import Size
-from bridge.spark.source import Source
 from bridge.spark.stream import Written, write_stream
-from bridge.spark.write import listed_shards, write_shards
+from bridge.spark.write import listed_shards
 from bridge.tables.identity import Identity
-from bridge.tables.receipt import make_receipt
 from bridge.volumes.commit import Attempt, begin, collect_garbage, complete_attempts
 from bridge.volumes.lease import storage_time_ns
 from bridge.volumes.path import Place, refuse_glob
@@ -42,11 +35,7 @@ _DESCRIBING_THREADS = 16
 
 
 def export_folder(root: Place, name: str) -> Place:
-    """Return the folder under `root` for the exports of the table of that name.
-
-    Raises:
-        VolumeError: `root` has a name that readers would expand.
-    """
+    """Return the folder under `root` for the exports of the table of that name."""
     refuse_glob(root)
     # Names of tables may hold anything; engines agree on few characters of a path.
     digest = hashlib.blake2b(name.encode(), digest_size=4).hexdigest()
@@ -99,56 +88,6 @@ def readable_exports(folder: Path) -> Iterator[tuple[Attempt, Manifest]]:
             yield attempt, Manifest.from_json(marker.body, folder / attempt.name)
 
 
-def write_export(
-    source: Source, connection: Connection, parent: Place, *, identity: Identity, shape: Shape, size: Size,
-    rules: Rules, facts: dict[str, Any], show: bool | None = None,
-) -> tuple[Path, Manifest, Rules]:  # fmt: skip
-    """Write a new export of `source` under `parent`; on failure nothing is left.
-
-    The rules that are returned hold the dictionaries of what was written.
-
-    Args:
-        facts: What the receipt is to say beside what the source and the connection tell.
-
-    Raises:
-        ExportError: The files do not hold the rows that were read.
-        VolumeError: The volume cannot be written.
-    """
-    receipt = {**make_receipt(source, connection), **facts, "route": "export"}
-    schema = source.schema
-
-    def described(shards: tuple[Shard, ...], folder: Path) -> Manifest:
-        num_rows = sum(shard.num_rows for shard in shards)
-        width = size.row_bytes if size.row_bytes is not None else _measured_width(folder, shards)
-        manifest = Manifest(
-            table=source.name,
-            version=source.pin.version,
-            identity=identity.key,
-            query=identity.query,
-            schema_ipc=encode_schema(schema),
-            num_rows=num_rows,
-            num_bytes=sum(shard.num_bytes for shard in shards),
-            memory_bytes=round(num_rows * width),
-            shards=shards,
-            receipt={**receipt, "num_rows": num_rows},
-        )
-        policies = bind(folder, manifest, rules).to_json()
-        return replace(manifest, receipt={**manifest.receipt, "policies": policies})
-
-    def attempt(*, as_integers: bool) -> tuple[Path, Manifest, Rules]:
-        def write(place: Place) -> Written:
-            return write_shards(source, place, shape, size, as_integers=as_integers, show=show)
-
-        label, by_server = identity.key or "unpinned", source.engine.spark_writes
-        folder, manifest = publish(parent, label, source.name, schema, write, described, by_server=by_server, show=show)
-        return folder, manifest, Rules.from_json(schema, manifest.receipt["policies"])
-
-    try:
-        return attempt(as_integers=False)
-    except LostTimesError:
-        return attempt(as_integers=True)
-
-
 def publish(
     parent: Place,
     label: str,
@@ -192,11 +131,7 @@ def bind(folder: Path, manifest: Manifest, rules: Rules) -> Rules:
 
 
 def _seen(folder: Path, written: Written, schema: pa.Schema, name: str, show: bool | None) -> tuple[Shard, ...]:
-    """Describe the shards as they come to be seen, until they hold all rows; delete what is no part of them.
-
-    Raises:
-        ExportError: They hold other rows than were written, or none is seen.
-    """
+    """Describe the shards as they come to be seen, until they hold all rows; delete what is no part of them."""
     known: dict[str, Shard] = {}
     total = None if written.names is None else len(written.names)
     bar = progress_bar(f"check {name}", total=total, unit=" shards", enabled=show)
@@ -252,12 +187,3 @@ def _incomplete(folder: Path, name: str, num_files: int, found: int, written: in
         f"{name}: {written:,} rows were written, but the files hold {found:,}.\n"
         "  Another writer may use the same folder; nothing of this export is kept. Export again."
     )
-
-
-def _measured_width(folder: Path, shards: Sequence[Shard]) -> float:
-    """Return the mean Arrow bytes of a row of the first row group."""
-    for shard in shards:
-        if shard.num_rows:
-            rows: Any = pq.ParquetFile(folder / shard.name).read_row_group(0)
-            return float(rows.nbytes / rows.num_rows)
-    return 0.0

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from bridge.config import Settings, load_settings
 from bridge.errors import EngineError, EngineSilentError, EngineUnavailableError, SourceError
@@ -14,36 +12,29 @@ from bridge.spark.connect import Connection, attach, is_replaceable, reopen
 from bridge.spark.failures import translated
 from bridge.spark.names import parse_name
 from bridge.spark.sessions import ended_meanwhile
+from bridge.tables.fetch import fetch
+from bridge.tables.prepare import Prepared, prepare
 from bridge.volumes.path import is_path
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from bridge.tables.prepare import Prepared
-
-Outcome = TypeVar("Outcome")
+    from bridge.tables.table import Table
 
 _TRIES = 3  # a query may be what ends the server
 _PATIENCE_S = 60.0
 _PAUSE_S = 0.5
 
 
-def with_replay(
-    prepare: Callable[..., AbstractContextManager[Prepared]],
-    act: Callable[[Prepared], Outcome],
-    source: Any,
-    *,
-    spark: SparkSession | None = None,
-    **query: Any,
-) -> Outcome:
-    """Return `act(prepared)`, from the start again where the session is lost that `bridge` opened, three times in all.
+def with_replay(source: Any, *, spark: SparkSession | None = None, **query: Any) -> Table:
+    """Prepare and fetch, from the start again where the session is lost that `bridge` opened, three times in all.
 
     Again means: the same table by its full name, at the version that was found the first time, in a session with the
     time zone and the current schema of the first. A server that is gone is waited for, for a minute. DataFrames and
     temporary views end with their session, so they are not read again; nor is anything in a session that was given.
 
     Args:
-        prepare: Called with `source`, `spark` and `query`; gives a context with what `act` takes.
+        source, spark, query: What `prepare` takes.
 
     Raises:
         SessionLostError, EngineUnavailableError: The session was lost and cannot be replaced, or its server did not
@@ -52,7 +43,7 @@ def with_replay(
     """
     if spark is not None or hasattr(source, "sparkSession"):
         with prepare(source, spark=spark, **query) as prepared:
-            return act(prepared)
+            return fetch(prepared)
     settings = load_settings()
     connection = attach(None, settings)
     first: Prepared | None = None
@@ -64,7 +55,7 @@ def with_replay(
                 if first is not None:
                     prepared = _as_first(prepared, first)
                 first = first or prepared
-                return act(prepared)
+                return fetch(prepared)
         except EngineError as exc:
             may_repeat = is_replaceable(connection.spark) and _means_the_same(source, query, first)
             is_silent = isinstance(exc, EngineSilentError)

@@ -235,16 +235,8 @@ class Table:
         """
         from bridge.columns.huggingface import to_dataset, to_iterable_dataset
 
-        if not (self.manifest is not None if streaming is None else streaming):
+        if streaming is False or (streaming is None and self.manifest is None):
             return to_dataset(self.to_arrow(), self._rules.categories)
-        if self.manifest is None:
-            dataset = to_dataset(self.to_arrow(), self._rules.categories)
-            # datasets cannot split no rows into one part
-            return (
-                dataset.to_iterable_dataset()
-                if len(dataset)
-                else to_iterable_dataset(self.schema, self._rules.categories, stream_row_groups, row_groups=[])
-            )
         row_groups = [(self._row_groups, index) for index in range(len(self._row_groups.row_counts))]
         return to_iterable_dataset(self.schema, self._rules.categories, stream_row_groups, row_groups=row_groups)
 

@@ -125,9 +125,10 @@ def test_local_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.apache
-def test_server_that_cannot_start(tmp_path: Path) -> None:
+def test_server_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(EngineUnavailableError) as caught:
-        start_server("local[many]", spark_jars=None, log_folder=tmp_path)
+        start_server("local[many]", spark_jars=None)
     message = str(caught.value)
     assert message.startswith("Apache Spark's Connect server (local[many]) ended with status 1 before it was ready.")
     assert "Could not parse Master URL: 'local[many]'" in message

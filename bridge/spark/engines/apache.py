@@ -18,7 +18,6 @@ def start_server(
     *,
     spark_jars: str | None,
     warehouse: Path | None = None,
-    log_folder: Path | None = None,
     extra_conf: Mapping[str, str] | None = None,
 ) -> ConnectServer:
     """Start a Connect server on `master` and return when it answers, which takes 5 to 10 s.
@@ -30,7 +29,6 @@ def start_server(
         master: As spark-submit takes it: "local[*]", "local-cluster[2,1,1024]", "spark://host:port".
         spark_jars: See `delta_conf`.
         warehouse: Where managed tables go; default: a temporary folder.
-        log_folder: Where the log goes and stays; default: the temporary folder, where it stays if the start fails.
         extra_conf: Spark conf that wins over ours, save for address and port.
 
     Raises:
@@ -85,7 +83,6 @@ def start_server(
         remote=f"sc://localhost:{port}/;token={token}",
         scratch=scratch,
         timeout_s=START_TIMEOUT_S,
-        log_folder=log_folder,
     )
 
 
@@ -95,9 +92,6 @@ def delta_conf(spark_jars: str | None) -> dict[str, str]:
     Args:
         spark_jars: A folder of jars, a comma-separated list of jars, or Maven coordinates, which Spark then downloads:
             "io.delta:delta-spark_4.2_2.13:4.4.0".
-
-    Raises:
-        ConfigError: The folder or a jar is missing, or delta-spark is not among them.
     """
     if not spark_jars:
         return {}

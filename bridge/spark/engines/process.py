@@ -145,13 +145,11 @@ class ConnectServer:
 
     remote: str = field(repr=False)  # may hold a token
     process: SparkProcess
-    keeps_log: bool
 
     def stop(self) -> None:
-        """End the server; its scratch folder goes with it, and its log unless a folder was named for it."""
+        """End the server; its scratch folder and its log go with it."""
         self.process.stop()
-        if not self.keeps_log:
-            self.process.log.unlink(missing_ok=True)
+        self.process.log.unlink(missing_ok=True)
 
 
 def serve(
@@ -163,16 +161,15 @@ def serve(
     remote: str,
     scratch: Path,
     timeout_s: float,
-    log_folder: Path | None = None,
 ) -> ConnectServer:
     """Start a server and return when it listens on `port` of 127.0.0.1.
 
-    Its log goes into `log_folder` and stays; by default into the temporary folder, where it stays if the start fails.
+    Its log goes into the temporary folder, where it stays if the start fails.
 
     Raises:
         EngineUnavailableError: It ended, or did not listen within `timeout_s`.
     """
-    handle, log = tempfile.mkstemp(prefix="bridge-server-", suffix=".log", dir=log_folder)
+    handle, log = tempfile.mkstemp(prefix="bridge-server-", suffix=".log")
     os.close(handle)
     process = SparkProcess.start(command, name=name, environment=environment, log=Path(log), scratch=scratch)
     try:
@@ -180,15 +177,11 @@ def serve(
     except BaseException:
         process.stop()
         raise
-    return ConnectServer(remote, process, keeps_log=log_folder is not None)
+    return ConnectServer(remote, process)
 
 
-def find_java() -> Path:
-    """Return the `java` that Spark will run: the one in JAVA_HOME, else the first in PATH.
-
-    Raises:
-        EngineUnavailableError: There is none, or it is older than Java 17.
-    """
+def find_java() -> tuple[Path, str]:
+    """Return the `java` that Spark will run, the one in JAVA_HOME, else the first in PATH, and its version."""
     home = os.environ.get("JAVA_HOME")
     found = (home and shutil.which("java", path=os.path.join(home, "bin"))) or shutil.which("java")
     if not found:
@@ -204,7 +197,7 @@ def find_java() -> Path:
         raise EngineUnavailableError(_java_message(f"{found} -version named no version"))
     if int(version[2]) < MIN_JAVA_VERSION:
         raise EngineUnavailableError(_java_message(f"{found} is version {version[1]}"))
-    return Path(found)
+    return Path(found), version[1]
 
 
 def _java_message(what_was_seen: str) -> str:
@@ -215,11 +208,7 @@ def _java_message(what_was_seen: str) -> str:
 
 
 def spark_home() -> Path:
-    """Return the folder of the installed pyspark, which holds Spark's programs in `bin` and its jars.
-
-    Raises:
-        MissingDependencyError: pyspark is not installed, or is the client alone.
-    """
+    """Return the folder of the installed pyspark, which holds Spark's programs in `bin` and its jars."""
     spec = importlib.util.find_spec("pyspark")
     if spec is not None and spec.origin is not None:
         home = Path(spec.origin).parent
@@ -234,15 +223,11 @@ def spark_home() -> Path:
 
 
 def spark_environment() -> dict[str, str]:
-    """Return our environment as one of Spark's programs should see it: this pyspark, this Python, the checked Java.
-
-    Raises:
-        EngineUnavailableError: There is no fitting Java.
-        MissingDependencyError: The full pyspark is not installed.
-    """
+    """Return our environment as one of Spark's programs should see it: this pyspark, this Python, the checked Java."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(_CALLERS_OWN)}
+    java, _ = find_java()
     # Spark takes JAVA_HOME even where no java is in it.
-    if find_java().parent != Path(environment.get("JAVA_HOME", "")) / "bin":
+    if java.parent != Path(environment.get("JAVA_HOME", "")) / "bin":
         environment.pop("JAVA_HOME", None)
     return environment | {"SPARK_HOME": str(spark_home()), "PYSPARK_PYTHON": sys.executable}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import os
 import re
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bridge.errors import EngineUnavailableError, MissingDependencyError, VolumeError
-from bridge.spark.channel import import_client, is_installed, open_session
+from bridge.spark.channel import import_client, is_installed
 from bridge.spark.engines import Pin
 from bridge.spark.engines.log import ASKED, pin_from_log
 from bridge.spark.engines.process import ConnectServer, free_port, serve
@@ -92,94 +91,77 @@ class SailEngine:
         return str(link)
 
 
-class EmbeddedSail:
-    """A Sail server that ends with this process, over a warehouse folder that keeps tables from process to process.
+EMBEDDED = SailEngine(is_here=True)
 
-    A table of the warehouse is a folder `<warehouse>/<catalog>/<schema>/<table>`; Sail's catalogs live in memory, for
-    one session, so each session that is opened registers what the folder holds.
+
+def start_server(warehouse: Path) -> ConnectServer:
+    """Start the embedded engine, which ends with this process, and return when it answers."""
+    if not is_installed("pysail"):
+        raise MissingDependencyError(
+            "the embedded engine needs pysail, which is not installed.\n"
+            '  pip install "spark-training-bridge[local]", or connect to a server: bridge.connect("sc://host:15002").'
+        )
+    try:
+        warehouse.joinpath(DEFAULT_CATALOG, "default").mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise EngineUnavailableError(
+            f"the warehouse {warehouse} cannot be made: {exc.strerror}.\n"
+            "  Set BRIDGE_WAREHOUSE to a folder you may write."
+        ) from exc
+    names = sorted({DEFAULT_CATALOG, *(path.name for path in _folders(warehouse))})
+    catalogs = ", ".join(f'{{name="{name}", type="memory", initial_database=["{_START_SCHEMA}"]}}' for name in names)
+    settings = {
+        "SAIL_CATALOG__LIST": f"[{catalogs}]",
+        "SAIL_CATALOG__DEFAULT_CATALOG": DEFAULT_CATALOG,
+        "SAIL_EXECUTION__BATCH_SIZE": str(_BATCH_ROWS),
+        "SAIL_SPARK__SESSION_TIMEOUT_SECS": str(_SESSION_TIMEOUT_S),
+        "RUST_LOG": "error",
+    }
+    port = free_port()
+    # The client takes longer to import than the server to start. Nothing else of pyspark may be imported first: two
+    # threads that come to its modules by different ways fail.
+    threading.Thread(target=import_client, name="bridge-import", daemon=True).start()
+    return serve(
+        [sys.executable, "-m", "pysail", "spark", "server", "--ip", "127.0.0.1", "--port", str(port)],
+        name="the embedded engine (Sail)",
+        environment=settings | os.environ,  # what the user set stands
+        port=port,
+        remote=f"sc://127.0.0.1:{port}",
+        scratch=Path(tempfile.mkdtemp(prefix="bridge-sail-")),
+        timeout_s=_START_TIMEOUT_S,
+    )
+
+
+def register_warehouse(spark: SparkSession, warehouse: Path) -> None:
+    """Give the tables of a warehouse their names in a session: Sail's catalogs live in memory, for one session.
+
+    A table is a folder `<warehouse>/<catalog>/<schema>/<table>`.
     """
+    for catalog in _folders(warehouse):
+        schemas = list(_folders(catalog))
+        for schema in schemas:
+            _register_schema(spark, catalog.name, schema)
+        if schemas:
+            spark.sql(f"DROP DATABASE {quote(catalog.name)}.{_START_SCHEMA}")
 
-    def __init__(self, warehouse: Path) -> None:
-        self.engine = SailEngine(is_here=True)
-        self._warehouse = warehouse
-        self._server: ConnectServer | None = None
 
-    def open(self) -> SparkSession:
-        """Return a new session in which the tables of the warehouse have their names."""
-        if self._server is None or not self._server.process.is_running:
-            self._server = self._start()
-            # Before the session is made, so that pyspark's own clean-up at exit still finds the server.
-            atexit.register(self._server.stop)
-        spark = open_session(self._server.remote)
-        self._register_warehouse(spark)
-        return spark
-
-    def _start(self) -> ConnectServer:
-        if not is_installed("pysail"):
-            raise MissingDependencyError(
-                "the embedded engine needs pysail, which is not installed.\n"
-                '  pip install "spark-training-bridge[local]", or connect to a server: bridge.connect("sc://host:15002").'
-            )
+def _register_schema(spark: SparkSession, catalog: str, folder: Path) -> None:
+    schema = _decoded(folder.name)
+    location = sql_string(EMBEDDED.spark_path(folder))
+    spark.sql(f"CREATE DATABASE IF NOT EXISTS {quote(catalog)}.{quote(schema)} LOCATION {location}")
+    for table in _folders(folder):
+        name = f"{quote(catalog)}.{quote(schema)}.{quote(_decoded(table.name))}"
+        provider = "DELTA" if (table / "_delta_log").is_dir() else "PARQUET"
+        if provider == "PARQUET" and not any(table.glob("*.parquet")):
+            if any(table.rglob("*.parquet")):
+                told = "Sail would read the partition columns of its folders as text; save it as Delta"
+                warnings.warn(f"{table} is not registered as {name}: {told}", RuntimeWarning, stacklevel=2)
+            continue
         try:
-            self._warehouse.joinpath(DEFAULT_CATALOG, "default").mkdir(parents=True, exist_ok=True)
-        except OSError as exc:
-            raise EngineUnavailableError(
-                f"the warehouse {self._warehouse} cannot be made: {exc.strerror}.\n"
-                "  Set BRIDGE_WAREHOUSE to a folder you may write."
-            ) from exc
-        catalogs = ", ".join(
-            f'{{name="{name}", type="memory", initial_database=["{_START_SCHEMA}"]}}' for name in self._catalogs()
-        )
-        settings = {
-            "SAIL_CATALOG__LIST": f"[{catalogs}]",
-            "SAIL_CATALOG__DEFAULT_CATALOG": DEFAULT_CATALOG,
-            "SAIL_EXECUTION__BATCH_SIZE": str(_BATCH_ROWS),
-            "SAIL_SPARK__SESSION_TIMEOUT_SECS": str(_SESSION_TIMEOUT_S),
-            "RUST_LOG": "error",
-        }
-        port = free_port()
-        # The client takes longer to import than the server to start.
-        threading.Thread(target=import_client, name="bridge-import", daemon=True).start()
-        return serve(
-            [sys.executable, "-m", "pysail", "spark", "server", "--ip", "127.0.0.1", "--port", str(port)],
-            name="the embedded engine (Sail)",
-            environment=settings | os.environ,  # what the user set stands
-            port=port,
-            remote=f"sc://127.0.0.1:{port}",
-            scratch=Path(tempfile.mkdtemp(prefix="bridge-sail-")),
-            timeout_s=_START_TIMEOUT_S,
-        )
-
-    def _catalogs(self) -> list[str]:
-        return sorted({DEFAULT_CATALOG, *(path.name for path in _folders(self._warehouse))})
-
-    def _register_warehouse(self, spark: SparkSession) -> None:
-        for catalog in _folders(self._warehouse):
-            schemas = list(_folders(catalog))
-            for schema in schemas:
-                self._register_schema(spark, catalog.name, schema)
-            if schemas:
-                spark.sql(f"DROP DATABASE {quote(catalog.name)}.{_START_SCHEMA}")
-
-    def _register_schema(self, spark: SparkSession, catalog: str, folder: Path) -> None:
-        schema = _decoded(folder.name)
-        location = sql_string(self.engine.spark_path(folder))
-        spark.sql(f"CREATE DATABASE IF NOT EXISTS {quote(catalog)}.{quote(schema)} LOCATION {location}")
-        for table in _folders(folder):
-            name = f"{quote(catalog)}.{quote(schema)}.{quote(_decoded(table.name))}"
-            provider = "DELTA" if (table / "_delta_log").is_dir() else "PARQUET"
-            if provider == "PARQUET" and not any(table.glob("*.parquet")):
-                if any(table.rglob("*.parquet")):
-                    told = "Sail would read the partition columns of its folders as text; save it as Delta"
-                    warnings.warn(f"{table} is not registered as {name}: {told}", RuntimeWarning, stacklevel=2)
-                continue
-            try:
-                with quiet():
-                    spark.sql(
-                        f"CREATE TABLE {name} USING {provider} LOCATION {sql_string(self.engine.spark_path(table))}"
-                    )
-            except Exception as exc:  # noqa: BLE001 - whatever is wrong with one table must not take the others' names away
-                warnings.warn(f"{table} could not be registered as {name}: {exc}", RuntimeWarning, stacklevel=2)
+            with quiet():
+                spark.sql(f"CREATE TABLE {name} USING {provider} LOCATION {sql_string(EMBEDDED.spark_path(table))}")
+        except Exception as exc:  # noqa: BLE001 - whatever is wrong with one table must not take the others' names away
+            warnings.warn(f"{table} could not be registered as {name}: {exc}", RuntimeWarning, stacklevel=2)
 
 
 def _folders(path: Path) -> Iterator[Path]:

@@ -23,8 +23,6 @@ APACHE = [
     ("DELTA_TIMESTAMP_GREATER_THAN_COMMIT", Failure.NO_VERSION),
     ("UNSUPPORTED_FEATURE.TIME_TRAVEL", Failure.NO_TIME_TRAVEL),
     ("FGAC_TIME_TRAVEL_NOT_SUPPORTED", Failure.NO_TIME_TRAVEL),
-    ("PARSE_SYNTAX_ERROR", Failure.SYNTAX),
-    ("PARSE_EMPTY_STATEMENT", Failure.SYNTAX),
     ("INVALID_HANDLE.SESSION_CLOSED", Failure.SESSION_LOST),
     ("INVALID_HANDLE.SESSION_NOT_FOUND", Failure.SESSION_LOST),
     ("INVALID_HANDLE.SESSION_CHANGED", Failure.SESSION_LOST),
@@ -43,8 +41,6 @@ SAIL = [
     ("No version of the Delta table exists at or before timestamp 1999-01-01T00:00:00.000000Z", Failure.NO_VERSION),
     ("SQL time travel is only supported for Delta and Iceberg tables, got parquet", Failure.NO_TIME_TRAVEL),
     ("SQL time travel is not supported for temporary views", Failure.NO_TIME_TRAVEL),
-    ("invalid argument: found > at 6:7 expected '+', '-', '~', 'NOT', '!'", Failure.SYNTAX),
-    ("invalid argument: found end of input expected any, or expression", Failure.SYNTAX),
     ("invalid argument: session c7ca47b4-a2f8-4d48-8a0c-2c05609bca37 is not running", Failure.SESSION_LOST),
     # also of an operation that was interrupted
     ("invalid argument: operation not found: 392e8de0-19cb-4ae8-8980-6830ef2afc1a", Failure.OTHER),

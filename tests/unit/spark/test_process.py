@@ -212,9 +212,9 @@ def test_java_home_goes_before_path(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     prints_21 = ("echo 'Picked up JAVA_TOOL_OPTIONS: -Xshare:auto' >&2", "echo 'openjdk version \"21\" 2023' >&2")
     on_path = make_java(tmp_path / "on-path", *prints_21)
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "home"))
-    assert find_java() == on_path
+    assert find_java() == (on_path, "21")
     in_home = make_java(tmp_path / "home" / "bin", *prints_21)
-    assert find_java() == in_home
+    assert find_java() == (in_home, "21")
 
 
 # pyspark
