@@ -1,8 +1,8 @@
 """Rank and world_size, and calls that all ranks make together: rank 0 does it, all learn of it, errors included.
 
 What is said goes through the store of the default process group: every backend has one, it needs no partner that waits,
-and it tells which rank never came. Rows go over gloo. Without a process group, or in one of a single rank, nothing here
-imports torch.
+and it tells which rank never came. Blocks of memory go over gloo. Without a process group, or in one of a single rank,
+nothing here imports torch.
 
     every rank: says what it calls ── waits, as long as rank 0 shows that it lives ── reads the outcome
     rank 0:     waits for all, ARRIVAL_S at most ── does it ── leaves the outcome: a value, or an error
@@ -11,7 +11,6 @@ imports torch.
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import os
 import pickle
@@ -24,12 +23,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import pyarrow as pa
 
 from bridge.errors import ConfigError, EngineError, RankError
 
 T = TypeVar("T")
-Bytes = npt.NDArray[np.uint8]
 
 # how long a call waits for ranks that have not made it
 ARRIVAL_S = 300.0
@@ -40,10 +37,9 @@ _BEAT_S = 5.0
 _READ_S = 10.0
 # TCPStore drops the connection at values of more than 8 MiB
 _PIECE_BYTES = 4 << 20
-_CHUNK_BYTES = 32 << 20
 _GLOO = "bridge"
 _TOGETHER = "\n  All ranks must make the same calls, in the same order and with the same arguments."
-_SEE_LOGS = "\n  The log of that rank says why."
+SEE_LOGS = "\n  The log of that rank says why."
 
 
 def rank() -> int:
@@ -157,7 +153,7 @@ def _together(mine: _Said, call: Callable[[], T]) -> T:
         meeting = _Meeting(PrefixStore(str(number), store), mine)
         return meeting.lead(call) if rank() == 0 else meeting.follow()
     except dist.DistError as exc:
-        raise RankError(f"rank 0 was lost during {mine.what}, with the process group's store.{_SEE_LOGS}") from exc
+        raise RankError(f"rank 0 was lost during {mine.what}, with the process group's store.{SEE_LOGS}") from exc
 
 
 class _Meeting:
@@ -198,7 +194,7 @@ class _Meeting:
                 raise RankError(f"rank 0 did not call {self._mine.what} within {ARRIVAL_S:g} s.{_TOGETHER}")
             if beat and now - changed > LOST_S:
                 raise RankError(
-                    f"rank 0 was lost during {self._mine.what}: it gave no sign of life for {LOST_S:g} s.{_SEE_LOGS}"
+                    f"rank 0 was lost during {self._mine.what}: it gave no sign of life for {LOST_S:g} s.{SEE_LOGS}"
                 )
             return False
 
@@ -344,43 +340,6 @@ class Told:
             self._store.delete_key(self._what)
 
 
-def broadcast_rows(rows: pa.Table | None, *, what: str) -> pa.Table:
-    """Return the rows that rank 0 gives on every rank, in the same record batches.
-
-    No rank holds them twice. They are received into one buffer, which is Arrow's own since one of Arrow's threads may
-    let go of it last: Python's would need the interpreter for that, and one that ends just then aborts.
-
-    Raises:
-        RankError: As in `from_rank_0`; or a rank was lost while rows were sent.
-        MemoryError: A rank lacks the memory for them; on every rank.
-    """
-    if world_size() == 1:
-        return rows
-    num_bytes = from_rank_0(lambda: _stream(rows, pa.MockOutputStream()), what=f"{what}: bytes")
-    pool = pa.system_memory_pool()
-    memory: Any = on_every_rank(
-        lambda: pa.allocate_buffer(num_bytes, memory_pool=pool) if rank() else None, what=f"{what}: memory"
-    )
-    send = _sender()
-    try:
-        if rank() == 0:
-            _stream(rows, pa.PythonFile(_Chunks(send, num_bytes), mode="w"))
-            return rows
-        received = np.frombuffer(memory, np.uint8)
-        for start in range(0, num_bytes, _CHUNK_BYTES):
-            send(received[start : start + _CHUNK_BYTES])
-    except RuntimeError as exc:
-        raise RankError(f"a rank was lost during {what}, while rows were sent: {exc}.{_SEE_LOGS}") from exc
-    return pa.ipc.open_stream(memory).read_all()
-
-
-def _stream(rows: pa.Table, sink: pa.NativeFile) -> int:
-    """Write rows as an Arrow IPC stream; return its bytes."""
-    with pa.ipc.new_stream(sink, rows.schema) as writer:
-        writer.write_table(rows)
-    return int(sink.tell())
-
-
 def cpu_group() -> Any:
     """Return a process group of all ranks that moves what is in memory: the default one where it has gloo.
 
@@ -405,39 +364,9 @@ def own_group(name: str) -> Any:
     return next(known, None) or dist.new_group(backend="gloo", group_desc=name)
 
 
-def _sender() -> Callable[[Bytes], None]:
-    """Return what broadcasts from rank 0."""
+def broadcast_block(block: npt.NDArray[np.uint8]) -> None:
+    """Send memory from rank 0, and receive it on the others."""
     import torch
     import torch.distributed as dist
 
-    group = cpu_group()
-    return lambda block: dist.broadcast(torch.from_numpy(block), src=0, group=group)
-
-
-class _Chunks(io.RawIOBase):
-    """A file of `num_bytes` that is sent while it is written, through one block of memory."""
-
-    def __init__(self, send: Callable[[Bytes], None], num_bytes: int) -> None:
-        self._send = send
-        self._left = num_bytes
-        self._block = np.empty(min(_CHUNK_BYTES, num_bytes), np.uint8)
-        self._filled = 0
-
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def write(self, data: Any) -> int:
-        """Send whole chunks, and the last."""
-        view = memoryview(data).cast("B")
-        done = 0
-        while done < view.nbytes:
-            size = min(len(self._block) - self._filled, view.nbytes - done)
-            self._block[self._filled : self._filled + size] = view[done : done + size]
-            done += size
-            self._filled += size
-            if self._filled in (len(self._block), self._left):
-                self._send(self._block[: self._filled])
-                self._left -= self._filled
-                self._filled = 0
-        return done
+    dist.broadcast(torch.from_numpy(block), src=0, group=cpu_group())

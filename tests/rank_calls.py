@@ -17,9 +17,10 @@ import torch.distributed as dist
 
 import bridge
 from bridge import distributed
-from bridge.distributed import broadcast_rows, from_rank_0, on_every_rank, rank
+from bridge.distributed import from_rank_0, on_every_rank, rank
 from bridge.manifest import Manifest
 from bridge.tables import ranks
+from bridge.tables import rows as rows_module
 from tests.exports import make_export
 from tests.ranks import digest, tables, tell
 
@@ -107,10 +108,10 @@ def values_and_errors() -> None:
 
 
 def rows(name: str) -> None:
-    distributed._CHUNK_BYTES = 1000
+    rows_module._CHUNK_BYTES = 1000
 
     def received() -> list[Any]:
-        found = [broadcast_rows(None if rank() else table, what="f()") for table in tables()]
+        found = [rows_module.broadcast_rows(None if rank() else table, what="f()") for table in tables()]
         return [[digest(table), [batch.num_rows for batch in table.to_batches()]] for table in found]
 
     tell(name, received)

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from bridge.columns.policies import Policy
-from bridge.distributed import broadcast_rows, from_rank_0, on_every_rank, rank, world_size
+from bridge.distributed import from_rank_0, on_every_rank, rank, world_size
 from bridge.errors import VolumeError
 from bridge.loading.row_groups import CollectedRowGroups
 from bridge.manifest import Manifest
+from bridge.tables.rows import broadcast_rows
 from bridge.tables.table import Table
 from bridge.volumes.commit import read_marker
 from bridge.volumes.storage import wait_for_files
