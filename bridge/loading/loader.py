@@ -209,23 +209,19 @@ class _Marking(IterableDataset[Marked]):
 
     def __iter__(self) -> Iterator[Marked]:
         items: list[Any] = []
-        mark: Mark | None = None
         before = self._ordered.traffic  # of iterations before, and of the process that this one was forked from
 
-        def marked(at: Mark, num_items: int, batch: Any) -> Marked:
-            return Marked(at, num_items, self._ordered.traffic - before, self._collate(batch))
+        def marked(mark: Mark, items: list[Any]) -> Marked:
+            batch = self._collate(items[0] if self.batch_size is None else items)
+            return Marked(mark, len(items), self._ordered.traffic - before, batch)
 
-        for item, at in self._followed():
-            mark = at
-            if self.batch_size is None:
-                yield marked(at, 1, item)
-                continue
+        for item, mark in self._followed():
             items.append(item)
-            if len(items) == self.batch_size:
-                yield marked(at, len(items), items)
+            if len(items) == (self.batch_size or 1):
+                yield marked(mark, items)
                 items = []
-        if items and mark and not self._ordered.drop_last:
-            yield marked(mark, len(items), items)
+        if items and not self._ordered.drop_last:
+            yield marked(mark, items)
 
     def _followed(self) -> Iterator[tuple[Any, Mark]]:
         """Yield items with a mark, without those that were handed over before the position was taken."""
@@ -240,7 +236,7 @@ class _Marking(IterableDataset[Marked]):
         for item in self._dataset:
             # only now it is known whether the one before was the last of what it was made of
             assert ordered.run is not None
-            now = at.followed(ordered.pulled) if at else _At.first(ordered.run, ordered.pulled)
+            now = at.followed(ordered.pulled) if at else _At(ordered.run.item, ordered.pulled, 1, True)
             if at and not at.is_known(ordered.run):
                 yield last, at.mark(ordered, is_done=now.made == 1)
             at, last = now, item
@@ -256,10 +252,6 @@ class _At(NamedTuple):
     made: int
     was_plain: bool
     """Whether all items before it were made of one each."""
-
-    @classmethod
-    def first(cls, run: Pass, pulled: int) -> _At:
-        return cls(run.item, pulled, 1, True)
 
     def followed(self, pulled: int) -> _At:
         """Return where the next item stands, for which the dataset under it has come to `pulled`."""
