@@ -18,7 +18,7 @@ from bridge.volumes.hold import delete_unheld, in_use
 from bridge.volumes.lease import GRACE_S
 from bridge.volumes.stores import LocalStorage
 
-_NUM_THREADS = 128  # they wait for listings that lag, for seconds
+_NUM_THREADS = 64  # they wait for listings that lag, for seconds
 
 
 @dataclass(frozen=True)
