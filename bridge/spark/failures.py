@@ -58,6 +58,9 @@ _CONDITIONS = {
     # The client's own, once it has heard that the server was started again.
     "NO_ACTIVE_SESSION": Failure.SESSION_LOST,
     "TASK_WRITE_FAILED": Failure.NOT_WRITTEN,
+    # Their text holds what was asked, in which anything may stand.
+    "PARSE_SYNTAX_ERROR": Failure.OTHER,
+    "PARSE_EMPTY_STATEMENT": Failure.OTHER,
 }
 
 # Of INVALID_HANDLE, what it says of the session; that of one operation may be invalid because it was interrupted.

@@ -235,7 +235,8 @@ class Table:
         """
         from bridge.columns.huggingface import to_dataset, to_iterable_dataset
 
-        if streaming is False or (streaming is None and self.manifest is None):
+        is_streaming = self.manifest is not None if streaming is None else streaming
+        if not is_streaming:
             return to_dataset(self.to_arrow(), self._rules.categories)
         row_groups = [(self._row_groups, index) for index in range(len(self._row_groups.row_counts))]
         return to_iterable_dataset(self.schema, self._rules.categories, stream_row_groups, row_groups=row_groups)

@@ -23,6 +23,8 @@ APACHE = [
     ("DELTA_TIMESTAMP_GREATER_THAN_COMMIT", Failure.NO_VERSION),
     ("UNSUPPORTED_FEATURE.TIME_TRAVEL", Failure.NO_TIME_TRAVEL),
     ("FGAC_TIME_TRAVEL_NOT_SUPPORTED", Failure.NO_TIME_TRAVEL),
+    ("PARSE_SYNTAX_ERROR", Failure.OTHER),
+    ("PARSE_EMPTY_STATEMENT", Failure.OTHER),
     ("INVALID_HANDLE.SESSION_CLOSED", Failure.SESSION_LOST),
     ("INVALID_HANDLE.SESSION_NOT_FOUND", Failure.SESSION_LOST),
     ("INVALID_HANDLE.SESSION_CHANGED", Failure.SESSION_LOST),
@@ -44,6 +46,8 @@ SAIL = [
     ("invalid argument: session c7ca47b4-a2f8-4d48-8a0c-2c05609bca37 is not running", Failure.SESSION_LOST),
     # also of an operation that was interrupted
     ("invalid argument: operation not found: 392e8de0-19cb-4ae8-8980-6830ef2afc1a", Failure.OTHER),
+    ("invalid argument: found > at 6:7 expected '+', '-', '~', 'NOT', '!'", Failure.OTHER),
+    ("invalid argument: found end of input expected any, or expression", Failure.OTHER),
     ("boom", Failure.OTHER),
 ]
 GRPC = """<_MultiThreadedRendezvous of RPC that terminated with:
@@ -70,6 +74,12 @@ class Said(PySparkException):
 @pytest.mark.parametrize(("condition", "failure"), APACHE)
 def test_apache_is_understood_by_its_conditions(condition: str, failure: Failure) -> None:
     assert classify(Said(f"[{condition}] something. SQLSTATE: 00000", condition)) is failure
+
+
+def test_the_text_of_a_query_that_does_not_parse_means_nothing() -> None:
+    said = "[PARSE_SYNTAX_ERROR] Syntax error at or near 'AND'. SQLSTATE: 42601\n== SQL ==\nx = 'PERMISSION_DENIED' AND"
+
+    assert classify(Said(said, "PARSE_SYNTAX_ERROR")) is Failure.OTHER
 
 
 @pytest.mark.parametrize(("text", "failure"), SAIL)
