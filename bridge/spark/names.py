@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from bridge.display import did_you_mean
+from bridge.display import did_you_mean, format_names
 from bridge.errors import SourceError
 
 _PART = r"`(?:[^`]|``)+`|[^`.]+"
@@ -44,5 +44,4 @@ def sql_string(text: str) -> str:
 def near(name: str, known: Iterable[str]) -> str:
     """Return a sentence that offers the name of `known` nearest to `name`, or says what there is; "" for nothing."""
     known = sorted(set(known))
-    shown = ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
-    return did_you_mean(name, known).strip() or (f"There is: {shown}." if known else "")
+    return did_you_mean(name, known).strip() or (f"There is: {format_names(known)}." if known else "")

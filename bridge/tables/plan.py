@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from bridge.columns.contract import TypeContract
-from bridge.display import format_bytes, format_count, html_table, plain_table
+from bridge.display import format_bytes, format_count, format_names, html_table, plain_table
 
 Route = Literal["collect", "export"]
 
@@ -49,12 +49,11 @@ class Plan:
         at_most = "at most " if self.is_bound else ""
         rows = "unknown" if self.num_rows is None else f"{at_most}{format_count(self.num_rows)}"
         size = "unknown" if self.num_bytes is None else f"{at_most}{format_bytes(self.num_bytes)}"
-        shown = ", ".join(self.columns[:8]) + (f" and {len(self.columns) - 8} more" if len(self.columns) > 8 else "")
         version = "none" if self.version is None else str(self.version)
         lines = [
             ("source", self.source),
             ("engine", self.engine),
-            ("columns", shown),
+            ("columns", format_names(self.columns, 8)),
             ("where", self.where),
             ("limit", None if self.limit is None else format_count(self.limit)),
             ("version", f"{version} ({self.pin_reason})"),
