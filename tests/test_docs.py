@@ -95,6 +95,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     assert _lines("checkpoints.md", tmp_path) == ["20 [10, 15]"]  # from step 15 to the end again
 
 
+@pytest.mark.timeout(900)  # nine processes that import torch
 def test_torchrun(tmp_path: Path) -> None:
     if importlib.util.find_spec("pysail") is None:
         pytest.skip("needs the embedded engine")

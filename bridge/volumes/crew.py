@@ -93,6 +93,7 @@ class Crew:
         """Call with each item, in this thread and in those that come free; return when all calls have.
 
         Raises:
+            Stopped: The work is not to go on.
             BaseException: What a call raised; no item is begun after it.
         """
         changed = threading.Condition()
@@ -108,6 +109,7 @@ class Crew:
                         return
                     working += 1
                 try:
+                    self.check()
                     call(chosen)
                 except BaseException as exc:  # noqa: BLE001 (raised below, in the thread that shares)
                     failures.append(exc)

@@ -206,3 +206,29 @@ def test_a_failure_in_what_is_shared_reaches_who_shares_after_all_calls_ended() 
 
         crew.add([share])
         crew.drain(nothing)
+
+
+def test_what_is_shared_ends_when_the_work_is_to_stop() -> None:
+    done: list[int] = []
+    ended: list[type[BaseException]] = []
+    began = threading.Event()
+
+    def call(item: int) -> None:
+        began.set()
+        time.sleep(0.001)
+        done.append(item)
+
+    def share() -> None:
+        try:
+            crew.share(iter(range(100_000)), call)
+        except BaseException as exc:
+            ended.append(type(exc))
+            raise
+
+    with Crew(2) as crew:
+        crew.add([share])
+        began.wait(30)
+        crew.stop()
+
+    assert ended == [Stopped]
+    assert 0 < len(done) < 10_000
