@@ -323,6 +323,7 @@ class Told:
         """Tell the others."""
         if self._store is not None:
             self._store.set(self._what, value)
+            self._store.check([self._what])  # it is there when this is answered: what is set is not acknowledged
 
     def ask(self) -> str:
         """Return what was told.

@@ -71,7 +71,7 @@ class StockReader(FileSystemReader):
         try:
             super().read_data(kinds[LoadItemType.BYTE_IO], values)  # type: ignore[arg-type]
             done = super().read_data(kinds[LoadItemType.TENSOR], planner)
-        except CorruptFileError:
+        except (CorruptFileError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as exc:  # of bytes that are anything
             told = f"{type(exc).__name__}: {exc}; some tensors may have changed"

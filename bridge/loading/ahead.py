@@ -230,10 +230,17 @@ class FetchedAhead(Generic[S, T]):
         # idle threads say that enough is fetched
         if not self._idle and not self._is_stopped:
             wanted = threads_wanted(len(self._threads), busy, most=self._most)
-            while len(self._threads) < wanted:
+            while len(self._threads) < min(wanted, self._most):
                 self._start()
 
     def _start(self) -> None:
+        """Start a thread; where there can be no more, those that are there do it all."""
         thread = threading.Thread(target=self._work, name="bridge-fetch", daemon=True)
-        self._threads.append(thread)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._threads:
+                raise
+            self._most = self._at_first = len(self._threads)
+        else:
+            self._threads.append(thread)

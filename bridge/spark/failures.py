@@ -70,6 +70,8 @@ _SESSION_HANDLES = frozenset({"SESSION_CLOSED", "SESSION_NOT_FOUND", "SESSION_CH
 _DENIED_STATE = "42501"
 
 _TEXTS = (
+    # Sail quotes what it cannot parse, in which anything may stand
+    (re.compile(r"invalid argument: found .* expected", re.DOTALL), Failure.OTHER),
     (re.compile(r"TABLE_OR_VIEW_NOT_FOUND|Table not found|Invalid table location: No commit files"), Failure.NO_TABLE),
     (re.compile(r"is missing from the schema: cannot resolve attribute"), Failure.NO_COLUMN),
     (

@@ -48,6 +48,8 @@ def stream_batches(frame: DataFrame, schema: pa.Schema, name: str) -> Generator[
                 try:
                     item = arrived.get(timeout=operation.SILENCE_S)
                 except queue.Empty:
+                    if outcome.done() and arrived.empty():  # it failed before it began to fetch
+                        _check(outcome, name)
                     probe(name)
                     continue
                 if item is _END:

@@ -98,9 +98,11 @@ class Marker:
         """Return the marker whose file holds `data`, None where it is not whole."""
         head, _, text = data.partition(b"\n")
         try:
-            return cls(**json.loads(text)) if json.loads(head)["digest"] == digest_bytes(text) else None
+            marker = cls(**json.loads(text)) if json.loads(head)["digest"] == digest_bytes(text) else None
         except (ValueError, KeyError, TypeError):
             return None
+        is_one = marker is not None and isinstance(marker.body, dict) and isinstance(marker.sizes, dict)
+        return marker if is_one else None
 
     def missing(self, storage: Storage, folder: str) -> list[str]:
         """Return the files that are not there in full size.
@@ -199,6 +201,7 @@ class OpenAttempt:
                     gone_since = None
                     delete_attempt(self.storage, self.attempt)
                     gone_since = time.monotonic()
+                    deadline = max(deadline, gone_since + 2 * self._gone_s)
             if gone_since is not None and time.monotonic() - gone_since >= self._gone_s:
                 return
             time.sleep(0.2)

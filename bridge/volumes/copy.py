@@ -300,7 +300,11 @@ class _Copy:
                 missing = self._missing(folder, marker)
             if not missing:
                 self._copy_file(found, None, found.name)
-                missing = self._missing(folder, marker)
+                try:
+                    missing = self._missing(folder, marker)
+                except BaseException:  # told to stop, too
+                    self._goal.delete(found.name)
+                    raise
             if missing:
                 self._goal.delete(found.name)
                 raise VolumeError(f"not copied: it lists {min(missing)}, which is not there in full")

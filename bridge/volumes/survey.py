@@ -13,7 +13,7 @@ from bridge.display import format_seconds
 from bridge.errors import VolumeError
 from bridge.volumes.commit import WITHDRAWN, Attempt, Marker, attempts, marker_names, read_marker
 from bridge.volumes.lease import BEAT_S, last_beats_s, storage_time_ns
-from bridge.volumes.storage import Storage, reason_of, translated
+from bridge.volumes.storage import Storage, join, reason_of, translated
 
 State = Literal["complete", "being written", "left behind", "withdrawn", "unreadable", "no export", "something else"]
 
@@ -63,16 +63,19 @@ def survey(storage: Storage) -> dict[Attempt, Look]:
 
 def _look(storage: Storage, attempt: Attempt, now_ns: int, beats_s: list[float]) -> tuple[Standing, Marker | None]:
     age_s = max(0.0, now_ns / 1e9 - attempt.generation / 1e3)
+    withdrawn = join(attempt.name, WITHDRAWN)
     seen = partial(Standing, f"{storage}/{attempt.name}", age_s=age_s, num_holders=len(beats_s))
     try:
         if (marker := read_marker(storage, attempt.name)) is not None:
             return seen(state="complete", num_bytes=sum(marker.sizes.values())), marker
         sizes = _sizes(storage, attempt.name)
+        with contextlib.suppress(FileNotFoundError):  # by its name: a listing may not show it yet
+            sizes[withdrawn] = storage.status(withdrawn).num_bytes or 0
     except OSError as exc:
         return seen(state="unreadable", problem=reason_of(exc)), None
     state: State = "being written" if beats_s else "left behind"
     problem = None
-    if f"{attempt.name}/{WITHDRAWN}" in sizes:
+    if withdrawn in sizes:
         state = "withdrawn"
     elif not beats_s and not sizes.keys().isdisjoint(marker_names(attempt.name)):
         problem = "its marker is damaged"

@@ -35,6 +35,34 @@ def test_threads_that_waited_for_room_all_begin_again_when_there_is_room() -> No
     assert list(ahead.results()) == list(range(num_ahead + 9))
 
 
+@pytest.mark.parametrize("allowed", [1, 3])
+def test_where_no_more_threads_can_be_started_those_there_are_fetch_all(
+    allowed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, started = threading.Thread.start, []
+
+    def refuse(thread: threading.Thread) -> None:
+        if len(started) == allowed:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    ahead = FetchedAhead(range(100), lambda item: item, num_threads=16, num_ahead=16, at_first=8)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    assert list(ahead.results()) == list(range(100))
+    assert ahead.num_threads == allowed
+
+
+def test_where_no_thread_can_be_started_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        next(FetchedAhead(range(9), str, num_threads=4, num_ahead=4, at_first=4).results())
+
+
 def test_what_was_forked_has_no_thread_to_wait_for() -> None:
     is_held, is_forked = threading.Event(), threading.Event()
 

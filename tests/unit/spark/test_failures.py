@@ -44,6 +44,8 @@ SAIL = [
     ("SQL time travel is only supported for Delta and Iceberg tables, got parquet", Failure.NO_TIME_TRAVEL),
     ("SQL time travel is not supported for temporary views", Failure.NO_TIME_TRAVEL),
     ("invalid argument: session c7ca47b4-a2f8-4d48-8a0c-2c05609bca37 is not running", Failure.SESSION_LOST),
+    ("invalid argument: found 'PERMISSION_DENIED' at 3:22 expected end of input", Failure.OTHER),
+    ("invalid argument: found 'session\nx is not running' at 3:22 expected end of input", Failure.OTHER),
     # also of an operation that was interrupted
     ("invalid argument: operation not found: 392e8de0-19cb-4ae8-8980-6830ef2afc1a", Failure.OTHER),
     ("invalid argument: found > at 6:7 expected '+', '-', '~', 'NOT', '!'", Failure.OTHER),

@@ -229,6 +229,12 @@ def test_garbage_is_no_marker(content: bytes) -> None:
     assert Marker.decode(content) is None
 
 
+@pytest.mark.parametrize(("body", "sizes"), [([], {}), ("text", {}), (None, {}), ({}, []), ({}, None)])
+def test_a_marker_of_another_form_is_no_marker(body: Any, sizes: Any) -> None:
+    assert Marker.decode(Marker({}, {}).encode()) == Marker({}, {})
+    assert Marker.decode(Marker(body, sizes).encode()) is None
+
+
 def test_every_part_of_a_marker_is_no_marker() -> None:
     whole = MARKER.encode()
 
@@ -396,6 +402,30 @@ def test_what_a_server_writes_after_it_was_told_to_stop_is_deleted_too(tmp_path:
         storage.write(f"{opened.name}/part-0.parquet", [b"x"])
         late.append(threading.Thread(target=write_again, args=(tmp_path / opened.name,)))
         late[0].start()
+
+    late[0].join()
+    assert names(storage) == ["_leases"]
+
+
+def test_it_is_looked_for_again_however_long_the_deletion_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "_LAST_FILES_S", 0.05)
+    storage, delete = LocalStorage(tmp_path), LocalStorage.delete
+    late: list[threading.Thread] = []
+
+    def slow(storage: LocalStorage, name: str) -> bool:
+        time.sleep(0.02)
+        return delete(storage, name)
+
+    def write_again(folder: Path) -> None:
+        eventually(lambda: not folder.exists())
+        time.sleep(0.3)
+        folder.mkdir()
+
+    with begin(storage, "a", by_server=True) as opened:
+        storage.make_folder(opened.name)
+        late.append(threading.Thread(target=write_again, args=(tmp_path / opened.name,)))
+        late[0].start()
+        monkeypatch.setattr(LocalStorage, "delete", slow)
 
     late[0].join()
     assert names(storage) == ["_leases"]

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -25,7 +26,8 @@ from hypothesis import strategies as st
 
 import bridge
 from bridge.errors import CopyError, ExportNotFoundError, VolumeError
-from bridge.volumes.commit import collect_garbage
+from bridge.volumes import copy
+from bridge.volumes.commit import begin, collect_garbage
 from bridge.volumes.copy import CopyReport, _split, copy_tree
 from bridge.volumes.crew import Crew
 from bridge.volumes.source import FolderSource, Found, Reader, is_within
@@ -628,6 +630,27 @@ def test_a_marker_stays_where_nothing_that_it_lists_is_replaced(tmp_path: Path) 
     copy_tree(tmp_path / "notes", marker.parent)
     assert copy_tree(root, tmp_path / "copied").num_skipped == 3
     assert marker.stat() == before
+
+
+def test_a_marker_is_taken_back_where_the_copy_is_stopped_before_it_was_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LocalStorage(tmp_path / "source")
+    with begin(storage, "x") as attempt:
+        storage.make_folder(attempt.name)
+        storage.write(f"{attempt.name}/file", [b"abc"])
+        attempt.commit({}, {"file": 3})
+    real = copy._Copy._copy_file
+
+    def stopped(self: Any, found: Any, *rest: Any) -> None:
+        real(self, found, *rest)
+        if "_bridge." in found.name:
+            self._crew.stop()
+
+    monkeypatch.setattr(copy._Copy, "_copy_file", stopped)
+    copy_tree(tmp_path / "source", tmp_path / "target")
+
+    assert [path.name for path in (tmp_path / "target" / attempt.name).iterdir()] == ["file"]
 
 
 def test_markers_come_after_all_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
