@@ -144,7 +144,7 @@ class FetchedAhead(Generic[S, T]):
         self._items = items
         self._fetch = fetch
         self._most = num_threads
-        self._at_first = min(at_first, num_threads, _MOST_AT_FIRST)
+        self._wanted = min(at_first, num_threads, _MOST_AT_FIRST)
         self._num_ahead = num_ahead
         lock = threading.Lock()
         self._may_begin = threading.Condition(lock)
@@ -185,13 +185,13 @@ class FetchedAhead(Generic[S, T]):
                     while len(ready) < _MOST_AT_ONCE and self._asked in self._done:
                         ready.append(self._done.pop(self._asked))
                         self._asked += 1
-                    self._may_begin.notify(len(ready))
+                    self._may_begin.notify()
                 yield from ready
 
     def _work(self) -> None:
         with self._may_begin:
-            # one after another, while whoever asks waits for the first file and not for all of them
-            if len(self._threads) < self._at_first and not self._is_stopped:
+            # one after another, while whoever asks waits for a file and not for all of them
+            if len(self._threads) < self._wanted and not self._is_stopped:
                 self._start()
         while (index := self._next()) is not None:
             began = time.thread_time()
@@ -208,15 +208,17 @@ class FetchedAhead(Generic[S, T]):
                 self._adapt()
 
     def _next(self) -> int | None:
-        def is_over() -> bool:
-            return self._is_stopped or self._begun == len(self._items)
+        def may_go_on() -> bool:
+            return self._is_stopped or self._begun == len(self._items) or self._begun <= self._asked + self._num_ahead
 
         with self._may_begin:
             self._idle += 1
-            self._may_begin.wait_for(lambda: is_over() or self._begun <= self._asked + self._num_ahead)
+            self._may_begin.wait_for(may_go_on)
             self._idle -= 1
-            if is_over():
-                self._may_begin.notify_all()
+            # threads wake one another: to wake them all would take longer than the loop has between two batches
+            if self._idle and may_go_on():
+                self._may_begin.notify()
+            if self._is_stopped or self._begun == len(self._items):
                 return None
             self._begun += 1
             return self._begun - 1
@@ -228,9 +230,9 @@ class FetchedAhead(Generic[S, T]):
         busy = self._cpu_s / (now - self._since)
         self._cpu_s, self._since = 0.0, now
         # idle threads say that enough is fetched
-        if not self._idle and not self._is_stopped:
-            wanted = threads_wanted(len(self._threads), busy, most=self._most)
-            while len(self._threads) < min(wanted, self._most):
+        if not self._idle and not self._is_stopped and len(self._threads) >= self._wanted:
+            self._wanted = threads_wanted(len(self._threads), busy, most=self._most)
+            if len(self._threads) < self._wanted:
                 self._start()
 
     def _start(self) -> None:
@@ -241,6 +243,6 @@ class FetchedAhead(Generic[S, T]):
         except RuntimeError:
             if not self._threads:
                 raise
-            self._most = self._at_first = len(self._threads)
+            self._most = self._wanted = len(self._threads)
         else:
             self._threads.append(thread)
