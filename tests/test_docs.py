@@ -97,8 +97,6 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)  # nine processes that import torch
 def test_torchrun(tmp_path: Path) -> None:
-    if importlib.util.find_spec("pysail") is None:
-        pytest.skip("needs the embedded engine")
     (block,) = _blocks("torchrun.md")
     (tmp_path / "train.py").write_text(block)
     (tmp_path / "warehouse" / "main" / "ml").mkdir(parents=True)

@@ -5,7 +5,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,23 +26,11 @@ from bridge.volumes.commit import (
     read_marker,
 )
 from bridge.volumes.storage import Storage
-from bridge.volumes.stores import FsspecStorage, LocalStorage, open_storage
+from bridge.volumes.stores import LocalStorage, open_storage
 from tests.processes import eventually
 
 BODY = {"name": "é", "rows": [1, 2, {"deep": None}], "digest": "not this one"}
 MARKER = Marker(BODY, {})
-
-
-@pytest.fixture(params=["local", "memory"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
-    if request.param == "local":
-        yield LocalStorage(tmp_path / "root")
-        return
-    opened = open_storage(f"memory://{tmp_path.name}")
-    assert isinstance(opened, FsspecStorage)
-    yield opened
-    opened._filesystem.store.clear()
-    opened._filesystem.pseudo_dirs[:] = [""]
 
 
 def completed(storage: Storage, label: str = "a", body: dict[str, Any] | None = None, **files: bytes) -> Attempt:

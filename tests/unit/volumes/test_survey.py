@@ -9,19 +9,8 @@ from bridge.errors import VolumeError
 from bridge.volumes.commit import Attempt, Marker, begin, withdraw_attempt
 from bridge.volumes.lease import Lease
 from bridge.volumes.storage import Entry, Storage
-from bridge.volumes.stores import FsspecStorage, LocalStorage, open_storage
+from bridge.volumes.stores import LocalStorage
 from bridge.volumes.survey import survey
-
-
-@pytest.fixture(params=["local", "memory"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
-    if request.param == "local":
-        yield LocalStorage(tmp_path / "root")
-        return
-    opened = open_storage(f"memory://{tmp_path.name}")
-    assert isinstance(opened, FsspecStorage)
-    yield opened
-    opened._filesystem.store.clear()
 
 
 def completed(storage: Storage) -> Attempt:
