@@ -10,7 +10,7 @@ from bridge.checkpoints.layout import pickled, unpickled
 from bridge.errors import CheckpointNotFoundError, CorruptFileError, VolumeError
 from bridge.volumes.commit import begin, collect_garbage, complete_attempts, delete_attempt, read_marker
 from bridge.volumes.digest import digest_bytes
-from bridge.volumes.storage import Storage
+from bridge.volumes.storage import Storage, translated
 from bridge.volumes.stores import open_storage
 
 _LABEL = "file"
@@ -36,13 +36,9 @@ def save_file(obj: Any, path: str | os.PathLike[str]) -> None:
         raise VolumeError(f"{path} is a file, and save_file makes a folder.\n  Give another name.")
     data = pickled(os.fspath(path), obj)
     with begin(storage, _LABEL) as attempt:
-        try:
+        with translated(f"{path} cannot be written"):
             storage.make_folder(attempt.name)
             storage.write(f"{attempt.name}/{_NAME}", [data])
-        except OSError as exc:
-            if isinstance(exc, VolumeError):
-                raise
-            raise VolumeError(f"{path} cannot be written: {exc.strerror or exc}.") from exc
         attempt.commit({"kind": _LABEL, "digest": digest_bytes(data)}, {_NAME: len(data)})
     # the file itself stands whether or not that works
     with contextlib.suppress(OSError):

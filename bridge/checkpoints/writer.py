@@ -14,7 +14,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -42,16 +42,17 @@ from bridge.checkpoints.pieces import Piece, by_file, file_bytes, piece_of, valu
 from bridge.checkpoints.staging import Staging
 from bridge.display import format_names
 from bridge.distributed import Told, world_size
-from bridge.errors import CheckpointError, VolumeError
+from bridge.errors import CheckpointError
 from bridge.volumes.commit import OpenAttempt, begin, collect_garbage, complete_attempts
 from bridge.volumes.digest import digest_bytes
 from bridge.volumes.hold import delete_unheld
-from bridge.volumes.storage import Storage, is_transient
+from bridge.volumes.storage import Storage, is_transient, translated
 from bridge.volumes.stores import open_storage
 
 KIND = "checkpoint"
 
 _TRIES = 3
+_AS_IT_WAS = "What was saved before is as it was."
 # how long a thread may take to end after torch told that its save has failed
 _ENDING_S = 1.0
 
@@ -253,7 +254,7 @@ class _Save:
     def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         """Write the planned entries, and return what became of each, and the files."""
         try:
-            with self._translated():
+            with translated(f"{self._path} cannot be written", _AS_IT_WAS):
                 results = self._write(plan, planner)
         except BaseException:
             self.is_over = True
@@ -307,7 +308,7 @@ class _Save:
     def finish(self, metadata: Metadata, results: list[list[WriteResult]], facts: Mapping[str, Any]) -> None:
         """Write the index, and make the attempt complete."""
         try:
-            with self._translated():
+            with translated(f"{self._path} cannot be written", _AS_IT_WAS):
                 self._finish(metadata, results, facts)
         finally:
             self.end()
@@ -332,17 +333,6 @@ class _Save:
         }  # fmt: skip
         self._attempt.commit(body, {**sizes, INDEX: len(data)})
         self.complete = self._attempt.name
-
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except VolumeError:
-            raise
-        except OSError as exc:
-            raise VolumeError(
-                f"{self._path} cannot be written: {exc.strerror or exc}.\n  What was saved before is as it was."
-            ) from exc
 
 
 def _index(metadata: Metadata, results: Sequence[WriteResult]) -> Index:

@@ -92,14 +92,15 @@ def reason_of(exc: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def translated(problem: str) -> Iterator[None]:
-    """Let what fails in the block be a VolumeError that says `problem` and the reason."""
+def translated(problem: str, advice: str = "") -> Iterator[None]:
+    """Let what fails in the block be a VolumeError that says `problem`, the reason, and what to do."""
     try:
         yield
     except VolumeError:
         raise
     except OSError as exc:
-        raise VolumeError(f"{problem}: {exc.strerror or exc}.") from exc
+        told = f"{problem}: {exc.strerror or exc}."
+        raise VolumeError(f"{told}\n  {advice}" if advice else told) from exc
 
 
 def with_retries(call: Callable[[], T]) -> T:
